@@ -1,0 +1,77 @@
+# Every target sets up what it needs and says nothing about what is already there.
+#   make PYTHON=python3.12 …     another interpreter
+#   make TORCH=torch==2.13.0 …   another build or version of torch than the tested one
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+MODEL  := $(VENV)/.model
+
+# A terminal, a pipe and CI print the same, and a hub is never asked for the bundled models.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model sweep lab test lint types pytest bench verify format clean distclean
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY)  ## virtual environment in .venv with everything installed
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "specdec_lab needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one: make PYTHON=python3.11 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments (Debian, Ubuntu: apt install python3-venv)." >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+model: $(MODEL)  ## the bundled main model, fetched once
+
+$(MODEL): $(READY)
+	$(BIN)/specdec-lab models fetch
+	@touch $@
+
+sweep: $(MODEL)  ## main job: sizes x tasks x draft lengths, with figures and a table
+	$(BIN)/specdec-lab sweep
+
+lab: $(MODEL)  ## JupyterLab on notebooks/
+	$(BIN)/jupyter lab --notebook-dir notebooks
+
+test: lint types pytest  ## every check: lint, types, clean notebooks, unit, notebook and browser tests
+
+lint: $(READY)  ## ruff and nbstripout, changing nothing
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/nbstripout --verify notebooks/*.ipynb
+
+types: $(READY)  ## mypy
+	$(BIN)/mypy
+
+pytest: $(MODEL)
+	$(BIN)/pytest
+
+bench: $(MODEL)  ## speed of the plain loop, overhead, verify-cost curve, memory
+	$(BIN)/specdec-lab bench
+
+verify: $(MODEL)  ## greedy output against transformers: every draft, task and draft length
+	$(BIN)/specdec-lab verify
+
+format: $(READY)  ## let ruff and nbstripout rewrite what lint complains about
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+	$(BIN)/nbstripout notebooks/*.ipynb
+
+clean:  ## remove caches and build output; keep .venv, models, results
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv, too
+	rm -rf $(VENV)
