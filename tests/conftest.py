@@ -126,6 +126,14 @@ def llama_config(layers: int) -> Any:
 
 
 @pytest.fixture(scope="session")
+def chromium_path() -> str:
+    """The installed Chromium; fails where it is missing, which only SPECDEC_REQUIRE_BROWSER=1 lets happen."""
+    path = chromium()
+    assert path, "SPECDEC_REQUIRE_BROWSER is set, but there is no Chromium on PATH"
+    return path
+
+
+@pytest.fixture(scope="session")
 def byte_tokenizer() -> "PreTrainedTokenizerFast":
     return make_byte_tokenizer()
 
