@@ -1,0 +1,388 @@
+"""The loop: propose, verify, accept, commit. Rows of token trees; `generate` is a batch of one row.
+
+Plain autoregressive decoding is this loop with a drafter that proposes nothing, on the same forward path.
+It knows nothing about tasks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_lab.acceptance import Rule, Verdict, greedy_match, speculative_sampling
+from specdec_lab.drafting import Drafter, Row, Tree
+from specdec_lab.errors import SettingError, require
+from specdec_lab.models.cache import KVCache
+from specdec_lab.models.feed import CHUNK, feed
+from specdec_lab.models.protocol import Model
+from specdec_lab.sampling import Sampling, distribution, penalise, uniforms
+from specdec_lab.trace import Step, Trace, now
+
+MAX_DRAFT = 64
+
+
+@dataclass
+class Active(Row):
+    """A row that is being decoded."""
+
+    prompt_length: int
+    limit: int  # most tokens it may emit
+    eos: frozenset[int]
+    stop: tuple[str, ...]
+    trace: Trace
+    bounded_by: str = "length"  # what sets `limit`: max_new_tokens ("length") or the "context"
+
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[self.prompt_length :]
+
+    def room(self, draft_length: int, context_length: int | None) -> int:
+        """How many tokens may be drafted now: one less than may still be emitted, within the draft's context."""
+        room = min(draft_length, self.limit - len(self.emitted) - 1)
+        return room if context_length is None else max(0, min(room, context_length - len(self.tokens)))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns. `text` decodes `tokens` (special tokens left out)."""
+
+    text: str
+    tokens: list[int]
+    trace: Trace = field(repr=False)
+
+
+def decode(
+    main: Model, drafter: Drafter, rows: list[Active], cache: KVCache, draft_length: int, rule: Rule, cut: Any
+) -> Iterator[tuple[Active, Step]]:
+    """Decode until every row has finished; yields each row's step as it happens.
+
+    rows: prefilled but for their last token, all with the same Sampling; emptied as they finish. cut: function
+    (row, tokens) -> (how many of the step's tokens to emit, finish reason or "").
+    """
+    while rows:
+        start = now(main.device)
+        lengths = [row.room(draft_length, drafter.context_length) for row in rows]
+        tree = drafter.propose(rows, lengths)
+        drafted = now(main.device)
+        root = torch.tensor([[row.tokens[-1]] for row in rows], device=main.device)
+        block = torch.cat([root, tree.tokens.to(main.device)], 1)  # [rows, 1 + n]
+        hidden = main.forward(block, cache, _block_parents(tree))  # [rows, 1 + n, hidden_size]
+        logits = main.logits(hidden)  # [rows, 1 + n, vocab]
+        verified = now(main.device)
+        verdict, p = _judge(_processed(logits, rows, tree), rows, tree, rule)
+        paths = [path.nonzero()[:, 0].tolist() for path in verdict.accepted]
+        cache.commit([[0, *(node + 1 for node in path)] for path in paths])
+        steps = _records(p, tree, verdict, lengths, rows[0].sampling.greedy)
+        for row, path, step in zip(rows, paths, steps, strict=True):
+            tokens = [step.drafted[node] for node in path] + [step.next_token]
+            step.emitted, row.trace.finish = cut(row, tokens)
+            row.tokens += tokens[: step.emitted]
+        drafter.observe(rows, [len(path) for path in paths])
+        end = now(main.device)
+        for row, step in zip(rows, steps, strict=True):
+            step.draft_s, step.verify_s, step.active = drafted - start, verified - drafted, len(rows)
+            step.other_s = end - verified
+            row.trace.steps.append(step)
+            row.trace.tokens = row.emitted
+        finished = list(zip(rows, steps, strict=True))
+        for index in reversed(range(len(rows))):
+            if rows[index].trace.finish:
+                cache.drop(index)
+                drafter.drop(index)
+                rows[index] = rows[-1]
+                rows.pop()
+        yield from finished
+
+
+def _block_parents(tree: Tree) -> Tensor | None:
+    """Parents inside the verified block, whose token 0 is the root; None when every row is a full chain."""
+    if tree.is_chain:
+        return None
+    root = torch.full_like(tree.parents[:, :1], -1)
+    return torch.cat([root, torch.where(tree.parents >= -1, tree.parents + 1, -2)], 1)
+
+
+def _processed(logits: Tensor, rows: Sequence[Active], tree: Tree) -> Tensor:
+    """Logits [rows, 1 + n, vocab] after the processors that depend on the path to each position."""
+    penalty = rows[0].sampling.repetition_penalty
+    if penalty == 1:
+        return logits
+    out = []
+    for row, tokens, parents, scores in zip(
+        rows, tree.tokens.tolist(), tree.parents.tolist(), logits, strict=True
+    ):
+        seen = [row.tokens]
+        for token, parent in zip(tokens, parents, strict=True):
+            seen.append([*seen[max(parent, -1) + 1], token])
+        out.append(penalise(scores, seen, penalty))
+    return torch.stack(out)
+
+
+def _judge(scores: Tensor, rows: Sequence[Active], tree: Tree, rule: Rule) -> tuple[Verdict, Tensor]:
+    """Apply the rule. Returns its verdict and the main model's distribution [rows, 1 + n, vocab].
+
+    Each row draws one number per node of its own and one for the next token, whatever the other rows need.
+    """
+    tokens, parents = tree.tokens.to(scores.device), tree.parents.to(scores.device)
+    sampling = rows[0].sampling
+    if sampling.greedy:
+        return rule(tokens, parents, scores, tree.q, scores.new_empty(0)), scores.softmax(-1)
+    p = distribution(scores, sampling)
+    nodes = (parents >= -1).sum(1)  # [rows]
+    u = uniforms([row.generator for row in rows], (nodes + 1).tolist(), scores.device)
+    u = torch.cat([u[:, : tree.size], u.gather(1, nodes[:, None])], 1)  # [rows, n + 1], the next token's last
+    return rule(tokens, parents, p, tree.q, u), p
+
+
+def _records(p: Tensor, tree: Tree, verdict: Verdict, planned: Sequence[int], greedy: bool) -> list[Step]:
+    """The raw record of each row's step, but for times and what was emitted. p: [rows, 1 + n, vocab]."""
+    tokens, parents = tree.tokens.to(p.device), tree.parents.to(p.device)  # [rows, n]
+    row = torch.arange(len(tokens), device=p.device)
+    place = (parents + 1).clamp(min=0)  # where in p each node is judged
+    at_node = p[row[:, None], place, tokens]
+    largest, choice = p.max(-1)  # [rows, 1 + n]
+    entropy = torch.special.entr(p).sum(-1)
+    if tree.q is None:
+        q = torch.ones_like(at_node)
+        overlap = (choice.gather(1, place) == tokens).float() if greedy else at_node
+    else:
+        q = tree.q.gather(2, tokens[..., None])[..., 0]
+        overlap = torch.minimum(p[row[:, None], place], tree.q).sum(-1)
+    rejected = verdict.tried & ~verdict.accepted
+    recovered = (rejected & (parents == verdict.last[:, None])).any(1)
+    end = verdict.last + 1
+    per_node = [
+        x.tolist()
+        for x in (tokens, parents, at_node, q, overlap, largest.gather(1, place), entropy.gather(1, place))
+    ]
+    fates = (
+        verdict.accepted.int() + 2 * (~verdict.tried).int()
+    ).tolist()  # 0 rejected, 1 accepted, 2 untried
+    nexts = [
+        x.tolist()
+        for x in (
+            verdict.next_token,
+            recovered,
+            p[row, end, verdict.next_token],
+            largest[row, end],
+            entropy[row, end],
+        )
+    ]
+    steps = []
+    for r, length in enumerate(planned):
+        n = sum(parent >= -1 for parent in per_node[1][r])  # padding comes last
+        next_token, was_rejected, next_p, next_largest, next_entropy = (x[r] for x in nexts)
+        steps.append(
+            Step(
+                *(x[r][:n] for x in per_node),
+                fate=[("rejected", "accepted", "untried")[fate] for fate in fates[r][:n]],
+                next_token=next_token,
+                next_kind="recovered" if was_rejected else "bonus" if n else "plain",
+                next_p=next_p,
+                next_largest_p=next_largest,
+                next_entropy=next_entropy,
+                emitted=0,
+                planned=length,
+                draft_s=0.0,
+                verify_s=0.0,
+                other_s=0.0,
+                active=len(planned),
+            )
+        )
+    return steps
+
+
+class Decoder:
+    """Draft/verify decoding with one main model and one drafter.
+
+    tokenizer: a transformers tokenizer; needed for prompts given as text and for stop strings. chat: apply its
+    chat template to text prompts when it has one. eos: token ids that end a text; default the tokenizer's.
+    rule: an acceptance rule of acceptance.RULES; default exact match when greedy, speculative sampling else.
+    Raises SettingError for a value out of range, before any model runs.
+    """
+
+    def __init__(
+        self,
+        main: Model,
+        drafter: Drafter | None = None,
+        draft_length: int = 4,
+        tokenizer: Any = None,
+        *,
+        eos: Sequence[int] | None = None,
+        chat: bool = True,
+        prefill_chunk: int = CHUNK,
+    ) -> None:
+        most = min(MAX_DRAFT, main.context_length - 1)
+        require("draft_length", draft_length, 0 <= draft_length <= most, f"0 (plain decoding) … {most}")
+        require("prefill_chunk", prefill_chunk, prefill_chunk >= 1, "an integer >= 1")
+        self.main, self.tokenizer, self.chat, self.prefill_chunk = main, tokenizer, chat, prefill_chunk
+        self.drafter = drafter if drafter is not None and draft_length > 0 else Drafter()
+        self.draft_length = draft_length
+        self.eos = tuple(eos) if eos is not None else _eos_of(tokenizer)
+
+    def generate(self, prompt: str | Sequence[int], **settings: Any) -> Generation:
+        """Decode one prompt; settings as in `stream`."""
+        return self.generate_batch([prompt], **settings)[0]
+
+    def generate_batch(self, prompts: Sequence[str | Sequence[int]], **settings: Any) -> list[Generation]:
+        """Decode several prompts together; prompt i is seeded with seed + i; settings as in `stream`."""
+        rows = self._rows(prompts, **settings)
+        everyone = list(rows)
+        for _ in self._run(rows):
+            pass
+        return [self._generation(row) for row in everyone]
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        eos: Sequence[int] | None = None,
+    ) -> Iterator[Generation]:
+        """Decode one prompt, yielding what there is after each step; the last one is the whole.
+
+        prompt: text, or token ids taken as they are. stop: the text ends with the token that completes one of
+        these strings; ids, trace and text end there alike. eos: overrides the decoder's end-of-sequence ids;
+        () never ends early. See Sampling for temperature … repetition_penalty.
+        """
+        rows = self._rows(
+            [prompt],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop,
+            eos=eos,
+        )
+        for row, _ in self._run(rows):
+            yield self._generation(row)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt: ids as they are, text through the chat template or the tokenizer."""
+        if not isinstance(prompt, str):
+            ids = [int(token) for token in prompt]
+        elif self.tokenizer is None:
+            raise SettingError("prompt", prompt[:40], "token ids, as this decoder has no tokenizer")
+        elif not prompt.strip():
+            ids = []
+        elif self.chat and getattr(self.tokenizer, "chat_template", None):
+            messages = [{"role": "user", "content": prompt}]
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer(prompt)["input_ids"]
+        require("prompt", prompt, len(ids) > 0, "text or token ids that are not empty")
+        most = self.main.context_length - 1
+        require(
+            "prompt",
+            f"{len(ids)} tokens",
+            len(ids) <= most,
+            f"1 … {most} tokens, the model's context less one",
+        )
+        worst = next((token for token in ids if not 0 <= token < self.main.vocab_size), 0)
+        require(
+            "prompt",
+            f"token {worst}",
+            0 <= worst < self.main.vocab_size,
+            f"ids 0 … {self.main.vocab_size - 1}",
+        )
+        return ids
+
+    def _rows(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_new_tokens: int = 128,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        eos: Sequence[int] | None = None,
+        **sampling: Any,
+    ) -> list[Active]:
+        require("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "an integer >= 1")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        require("stop", stop, all(stops), "strings that are not empty")
+        require(
+            "stop", stop, not stops or self.tokenizer is not None, "none, as this decoder has no tokenizer"
+        )
+        how, ends = Sampling(**sampling), frozenset(self.eos if eos is None else eos)
+        rows = []
+        for index, prompt in enumerate(prompts):
+            tokens = self.encode(prompt)
+            left = self.main.context_length - len(tokens)
+            rows.append(
+                Active(
+                    tokens=tokens,
+                    sampling=how,
+                    generator=torch.Generator().manual_seed(seed + index),
+                    prompt_length=len(tokens),
+                    limit=min(max_new_tokens, left),
+                    eos=ends,
+                    stop=stops,
+                    trace=Trace(prompt_tokens=len(tokens)),
+                    bounded_by="length" if max_new_tokens <= left else "context",
+                )
+            )
+        return rows
+
+    def _run(self, rows: list[Active]) -> Iterator[tuple[Active, Step]]:
+        """Prefill, then decode; `rows` is emptied."""
+        longest = max(len(row.tokens) + row.limit for row in rows) + self.draft_length + 1
+        if self.main.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.main.device)
+        cache = self.main.new_cache(len(rows), longest)
+        start = now(self.main.device)
+        feed(self.main, cache, [row.tokens[:-1] for row in rows], self.prefill_chunk)
+        filled = now(self.main.device)
+        self.drafter.start(rows, longest)
+        ready = now(self.main.device)
+        for row in rows:
+            row.trace.prefill_s, row.trace.draft_prefill_s = filled - start, ready - filled
+        rule = greedy_match if rows[0].sampling.greedy else speculative_sampling
+        for row, step in decode(self.main, self.drafter, rows, cache, self.draft_length, rule, self._cut):
+            row.trace.memory_bytes = self._memory(cache)
+            yield row, step
+
+    def _cut(self, row: Active, tokens: Sequence[int]) -> tuple[int, str]:
+        """How many of a step's tokens the user gets, and why it ends there, if it does: the earliest bound wins."""
+        emitted = row.emitted
+        for count, token in enumerate(tokens, 1):
+            emitted.append(token)
+            if token in row.eos:
+                return count, "eos"
+            if row.stop and self._stops(emitted, row.stop):
+                return count, "stop"
+            if len(emitted) == row.limit:
+                return count, row.bounded_by
+        return len(tokens), ""
+
+    def _stops(self, emitted: Sequence[int], stops: Sequence[str]) -> bool:
+        """Whether the last token completes a stop string; a character takes at most four byte tokens."""
+        window = emitted[-(4 * max(map(len, stops)) + 4) :]
+        tail = self.tokenizer.decode(window, skip_special_tokens=True)
+        return any(stop in tail for stop in stops)
+
+    def _memory(self, cache: KVCache) -> int:
+        if self.main.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.main.device)
+        return self.main.nbytes + cache.nbytes + self.drafter.nbytes
+
+    def _generation(self, row: Active) -> Generation:
+        text = self.tokenizer.decode(row.trace.tokens, skip_special_tokens=True) if self.tokenizer else ""
+        return Generation(text, list(row.trace.tokens), row.trace)
+
+
+def _eos_of(tokenizer: Any) -> tuple[int, ...]:
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return () if eos is None else (eos,)

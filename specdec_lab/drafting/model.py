@@ -1,0 +1,81 @@
+"""A draft model: a smaller causal LM with a KV cache of its own."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec_lab.drafting.protocol import Drafter, Row, Tree, chains
+from specdec_lab.models.cache import KVCache
+from specdec_lab.models.feed import feed
+from specdec_lab.models.protocol import Model
+from specdec_lab.sampling import distribution, draw, penalise, uniforms
+
+
+class DraftModel(Drafter):
+    """Drafts a chain token by token, under the same processors as the main model.
+
+    Sampling draws each token from q, the draft's distribution after every processor; greedy takes the arg-max,
+    whose q is one-hot. The cache holds a prefix of the committed tokens after every step.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.name = model, model.name
+        self.context_length = model.context_length
+        self.cache: KVCache | None = None
+        self._before: list[int] = []  # committed tokens of each row when its draft began
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and caches it adds to the main model's."""
+        return self.model.nbytes + (self.cache.nbytes if self.cache else 0)
+
+    def start(self, rows: Sequence[Row], max_len: int) -> None:
+        """Prefill all but the last token of each row that fits the draft's context."""
+        self.cache = self.model.new_cache(len(rows), max_len)
+        feed(self.model, self.cache, [row.tokens[: self.model.context_length][:-1] for row in rows])
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tree:
+        """Draft a chain of up to lengths[r] tokens for each row."""
+        width = max(lengths)
+        self._before = [len(row.tokens) for row in rows]
+        if width == 0:
+            return super().propose(rows, lengths)
+        assert self.cache is not None, "start() comes first"
+        behind = [
+            row.tokens[cached:] if length else []  # what the cache lacks: the root, and what it never drafted
+            for row, cached, length in zip(rows, self.cache.lengths, lengths, strict=True)
+        ]
+        hidden = feed(self.model, self.cache, behind)
+        assert hidden is not None
+        sampling = rows[0].sampling
+        u = None if sampling.greedy else uniforms([row.generator for row in rows], lengths, self.model.device)
+        tokens = torch.zeros(len(rows), width, dtype=torch.long, device=self.model.device)
+        q: list[Tensor] = []
+        for i in range(width):
+            logits = self.model.logits(hidden)  # [rows, vocab]
+            if sampling.repetition_penalty != 1:
+                seen = [
+                    row.tokens + drafted for row, drafted in zip(rows, tokens[:, :i].tolist(), strict=True)
+                ]
+                logits = penalise(logits, seen, sampling.repetition_penalty)
+            if u is None:
+                tokens[:, i] = logits.argmax(-1)
+            else:
+                q.append(distribution(logits, sampling))
+                tokens[:, i] = draw(q[-1], u[:, i])
+            if i + 1 < width:
+                hidden = self.model.forward(tokens[:, i : i + 1], self.cache)[:, 0]
+                self.cache.advance([1] * len(rows))
+        return chains(tokens, lengths, torch.stack(q, 1) if q else None)
+
+    def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
+        """Roll the cache back to the committed prefix; the last drafted token was never written."""
+        assert self.cache is not None
+        kept = [before + stay for before, stay in zip(self._before, accepted, strict=True)]
+        self.cache.rollback([min(pair) for pair in zip(self.cache.lengths, kept, strict=True)])
+
+    def drop(self, row: int) -> None:
+        """Row `row` has finished; the last row takes its index."""
+        assert self.cache is not None
+        self.cache.drop(row)

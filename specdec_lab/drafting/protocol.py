@@ -1,0 +1,69 @@
+"""What a drafter is: it proposes a token tree and hears what was accepted. It never decides what stays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec_lab.sampling import Sampling
+
+
+@dataclass
+class Row:
+    """What a drafter sees of one sequence."""
+
+    tokens: list[int]  # prompt and committed tokens; the last one is the root of the next tree
+    sampling: Sampling
+    generator: torch.Generator
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Drafted tokens of `rows` sequences, up to n nodes each, in topological order, padding last."""
+
+    tokens: Tensor  # long [rows, n]
+    parents: Tensor  # long [rows, n]; -1 = the root (the last committed token), -2 = padding
+    q: Tensor | None  # float [rows, n, vocab], fixed before each draw; None = one-hot, nothing was drawn
+
+    @property
+    def size(self) -> int:
+        """n, the most nodes of a row."""
+        return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every row is one unbranched chain of n nodes."""
+        return bool((self.parents == torch.arange(-1, self.size - 1, device=self.parents.device)).all())
+
+
+def chains(tokens: Tensor, lengths: Sequence[int], q: Tensor | None = None) -> Tree:
+    """A tree of unbranched rows: tokens long [rows, n], of which row r uses the first lengths[r]."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    used = index < torch.tensor(lengths, device=tokens.device)[:, None]
+    return Tree(tokens, torch.where(used, index - 1, -2), q)
+
+
+class Drafter:
+    """Base of all drafters. One that keeps no state overrides `propose` alone."""
+
+    name = "none"
+    context_length: int | None = None  # most tokens it can look at; None = any number
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and caches it adds to the main model's."""
+        return 0
+
+    def start(self, rows: Sequence[Row], max_len: int) -> None:
+        """New sequences of up to max_len tokens each; forget the old ones."""
+
+    def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tree:
+        """Draft up to lengths[r] tokens for each row. Here: nothing, which makes decoding autoregressive."""
+        return chains(torch.zeros(len(rows), 0, dtype=torch.long), [0] * len(rows))
+
+    def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
+        """Hear how many drafted tokens of each row stayed; `rows[r].tokens` already holds them."""
+
+    def drop(self, row: int) -> None:
+        """Row `row` has finished; the last row takes its index."""

@@ -1,0 +1,37 @@
+"""The errors users see. Each says which field, which value, what is allowed, and what exists instead."""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class SpecdecError(Exception):
+    """Base of every error this package raises on purpose; the command line prints it and exits with 1."""
+
+
+class SettingError(SpecdecError, ValueError):
+    """A setting is outside its range."""
+
+    def __init__(self, field: str, value: Any, allowed: str) -> None:
+        super().__init__(f"{field} = {value!r}: allowed is {allowed}")
+        self.field = field
+
+
+class UnknownName(SpecdecError, LookupError):
+    """A name that is not in a registry; lists what is."""
+
+    def __init__(self, kind: str, name: Any, known: Iterable[str]) -> None:
+        super().__init__(f"no {kind} {name!r}; there is: {', '.join(sorted(known)) or 'none'}")
+
+
+class DataError(SpecdecError):
+    """A file that cannot be used; the message names the file and, where there is one, the line."""
+
+
+class ModelError(SpecdecError):
+    """A model that cannot be loaded, or cannot do what decoding needs of it."""
+
+
+def require(field: str, value: Any, ok: bool, allowed: str) -> None:
+    """Raise SettingError unless `ok`."""
+    if not ok:
+        raise SettingError(field, value, allowed)

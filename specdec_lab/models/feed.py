@@ -1,0 +1,32 @@
+"""Feeding rows of different lengths through a model in chunks: prefill, and a draft's catching up."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec_lab.models.cache import KVCache
+from specdec_lab.models.protocol import Model
+
+CHUNK = 256  # tokens of a prefill chunk; bounds the attention mask and the activations of long prompts
+
+
+def feed(model: Model, cache: KVCache, tokens: Sequence[Sequence[int]], chunk: int = CHUNK) -> Tensor | None:
+    """Append `tokens[row]` to each active row of the cache, at most `chunk` at a time.
+
+    Returns the hidden state of each row's last token [rows, hidden_size] (undefined for a row given none), or
+    None when no row was given any.
+    """
+    last: Tensor | None = None
+    for start in range(0, max(map(len, tokens), default=0), chunk):
+        pieces = [list(row[start : start + chunk]) for row in tokens]
+        width = max(map(len, pieces))
+        block = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=model.device)
+        hidden = model.forward(block, cache)  # [rows, width, hidden_size]
+        counts = [len(piece) for piece in pieces]
+        cache.advance(counts)
+        ends = torch.tensor([max(count - 1, 0) for count in counts], device=model.device)
+        here = hidden[torch.arange(len(counts), device=model.device), ends]  # [rows, hidden_size]
+        fresh = torch.tensor([count > 0 for count in counts], device=model.device)[:, None]
+        last = here if last is None else torch.where(fresh, here, last)
+    return last

@@ -1,0 +1,110 @@
+"""From logits to the distribution that tokens are drawn from, for p and q alike.
+
+Every processor depends on the committed prefix and the path to a token alone, so it holds at each verified
+position. Temperature 0 is arg-max, never a division.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec_lab.errors import require
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: penalty, then temperature, top-k, top-p (1904.09751), min-p (2407.01082).
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 (1909.05858) are off.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        finite = math.isfinite(self.temperature)
+        require(
+            "temperature", self.temperature, finite and self.temperature >= 0, "a number >= 0 (0 is greedy)"
+        )
+        require("top_k", self.top_k, self.top_k >= 0, "an integer >= 0 (0 is off)")
+        require("top_p", self.top_p, 0 < self.top_p <= 1, "0 < top_p <= 1 (1 is off)")
+        require("min_p", self.min_p, 0 <= self.min_p < 1, "0 <= min_p < 1 (0 is off)")
+        penalty = self.repetition_penalty
+        require(
+            "repetition_penalty", penalty, math.isfinite(penalty) and penalty > 0, "a number > 0 (1 is off)"
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every draw is the arg-max."""
+        return self.temperature == 0
+
+
+def penalise(logits: Tensor, seen: Sequence[Sequence[int]], penalty: float) -> Tensor:
+    """Repetition penalty: logits [n, vocab], `seen[i]` the tokens of the path to position i; a new tensor."""
+    if penalty == 1.0:
+        return logits
+    logits = logits.clone()
+    for row, tokens in zip(logits, seen, strict=True):
+        index = torch.tensor(sorted(set(tokens)), device=logits.device)
+        score = row[index]
+        row[index] = torch.where(score < 0, score * penalty, score / penalty)
+    return logits
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [..., vocab] that a token is drawn from, after temperature, top-k, top-p and min-p.
+
+    Greedy gives the one-hot of the arg-max.
+    """
+    if sampling.greedy:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits - logits.amax(-1, keepdim=True)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        floor = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    p = logits.softmax(-1)
+    if sampling.top_p < 1:
+        p = _nucleus(p, sampling.top_p)
+    if sampling.min_p > 0:
+        p = _renormalise(p, p >= sampling.min_p * p.amax(-1, keepdim=True))
+    return p
+
+
+def _nucleus(p: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most probable tokens whose mass reaches top_p."""
+    ranked, order = p.sort(dim=-1, descending=True)
+    before = ranked.cumsum(-1) - ranked  # mass in front of each token; the first one always stays
+    keep = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, order, before < top_p)
+    return _renormalise(p, keep)
+
+
+def _renormalise(p: Tensor, keep: Tensor) -> Tensor:
+    p = p.masked_fill(~keep, 0.0)
+    return p / p.sum(-1, keepdim=True)
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """Tokens [rows] drawn from p [rows, vocab] (any positive scale) by inverse CDF at u [rows] in [0, 1)."""
+    cdf = p.double().cumsum(-1)
+    target = u.double()[:, None] * cdf[:, -1:]
+    token = torch.searchsorted(cdf, target, right=True)[:, 0]
+    last = (
+        p.shape[-1] - 1 - (p > 0).flip(-1).to(torch.uint8).argmax(-1)
+    )  # guards u rounding up to the total mass
+    return torch.minimum(token, last)
+
+
+def uniforms(generators: Sequence[torch.Generator], counts: Sequence[int], device: torch.device) -> Tensor:
+    """[rows, max(counts)] uniform numbers; each row's come from its own generator, whatever the others need."""
+    u = torch.zeros(len(counts), max(counts, default=0))
+    for row, (generator, count) in enumerate(zip(generators, counts, strict=True)):
+        u[row, :count] = torch.rand(count, generator=generator)
+    return u.to(device)
