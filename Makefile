@@ -9,7 +9,6 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  := $(VENV)/.model
 
-# A terminal, a pipe and CI print the same, and a hub is never asked for the bundled models.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -43,7 +42,7 @@ sweep: $(MODEL)  ## main job: sizes x tasks x draft lengths, with figures and a 
 	$(BIN)/specdec-lab sweep
 
 lab: $(MODEL)  ## JupyterLab on notebooks/
-	$(BIN)/jupyter lab --notebook-dir notebooks
+	$(BIN)/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: lint types pytest  ## every check: lint, types, clean notebooks, unit, notebook and browser tests
 
@@ -55,7 +54,8 @@ lint: $(READY)  ## ruff and nbstripout, changing nothing
 types: $(READY)  ## mypy
 	$(BIN)/mypy
 
-pytest: $(MODEL)
+# Tests that need the bundled model fetch it themselves, and are skipped, loudly, where that fails.
+pytest: $(READY)
 	$(BIN)/pytest
 
 bench: $(MODEL)  ## speed of the plain loop, overhead, verify-cost curve, memory
