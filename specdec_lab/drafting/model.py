@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_lab.drafting.protocol import Drafter, Row, Tree, chains
@@ -19,8 +20,10 @@ class DraftModel(Drafter):
     whose q is one-hot. The cache holds a prefix of the committed tokens after every step.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, vocab_size: int | None = None) -> None:
+        """vocab_size: the main model's, where padding makes it differ from the draft's."""
         self.model, self.name = model, model.name
+        self.vocab_size = vocab_size or model.vocab_size
         self.context_length = model.context_length
         self.cache: KVCache | None = None
         self._before: list[int] = []  # committed tokens of each row when its draft began
@@ -33,7 +36,7 @@ class DraftModel(Drafter):
     def start(self, rows: Sequence[Row], max_len: int) -> None:
         """Prefill all but the last token of each row that fits the draft's context."""
         self.cache = self.model.new_cache(len(rows), max_len)
-        feed(self.model, self.cache, [row.tokens[: self.model.context_length][:-1] for row in rows])
+        feed(self.model, self.cache, [self._known(row.tokens[: self.model.context_length][:-1]) for row in rows])
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tree:
         """Draft a chain of up to lengths[r] tokens for each row."""
@@ -43,7 +46,9 @@ class DraftModel(Drafter):
             return super().propose(rows, lengths)
         assert self.cache is not None, "start() comes first"
         behind = [
-            row.tokens[cached:] if length else []  # what the cache lacks: the root, and what it never drafted
+            self._known(row.tokens[cached:])
+            if length
+            else []  # what the cache lacks: the root, and what it never drafted
             for row, cached, length in zip(rows, self.cache.lengths, lengths, strict=True)
         ]
         hidden = feed(self.model, self.cache, behind)
@@ -53,11 +58,9 @@ class DraftModel(Drafter):
         tokens = torch.zeros(len(rows), width, dtype=torch.long, device=self.model.device)
         q: list[Tensor] = []
         for i in range(width):
-            logits = self.model.logits(hidden)  # [rows, vocab]
+            logits = self._logits(hidden)  # [rows, vocab_size]
             if sampling.repetition_penalty != 1:
-                seen = [
-                    row.tokens + drafted for row, drafted in zip(rows, tokens[:, :i].tolist(), strict=True)
-                ]
+                seen = [row.tokens + drafted for row, drafted in zip(rows, tokens[:, :i].tolist(), strict=True)]
                 logits = penalise(logits, seen, sampling.repetition_penalty)
             if u is None:
                 tokens[:, i] = logits.argmax(-1)
@@ -79,3 +82,12 @@ class DraftModel(Drafter):
         """Row `row` has finished; the last row takes its index."""
         assert self.cache is not None
         self.cache.drop(row)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the main model's vocabulary; what the draft's lacks gets probability zero."""
+        logits = self.model.logits(hidden)[..., : self.vocab_size]
+        return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=float("-inf"))
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens to feed: a padding id that the draft has no embedding for becomes its last one."""
+        return [min(token, self.model.vocab_size - 1) for token in tokens]

