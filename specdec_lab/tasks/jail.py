@@ -32,7 +32,7 @@ def confine(cpu_seconds: int, memory_bytes: int) -> None:
     import resource
 
     limits = {
-        resource.RLIMIT_CPU: cpu_seconds,
+        resource.RLIMIT_CPU: cpu_seconds + 1,
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
@@ -42,8 +42,9 @@ def confine(cpu_seconds: int, memory_bytes: int) -> None:
     for what, limit in limits.items():
         hard = resource.getrlimit(what)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        soft = limit - 1 if what == resource.RLIMIT_CPU else limit  # SIGXCPU first, then SIGKILL
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(what, (limit, limit))
+            resource.setrlimit(what, (soft, limit))
     if sys.platform == "linux":
         with contextlib.suppress(ImportError, OSError):
             _fence()
@@ -166,12 +167,9 @@ def run() -> None:
 
 def _describe(error: BaseException, part: str) -> bytes:
     place = error.__traceback__.tb_next if error.__traceback__ else None
-    words = [
-        f"{type(error).__name__}:",
-        str(error),
-        f"(line {place.tb_lineno} of the {part})" if place else "",
-    ]
-    return " ".join(filter(None, words)).encode(errors="replace")[:300]
+    line = f" (line {place.tb_lineno} of the {part})" if place else ""
+    said = f": {error}" if str(error) else ""
+    return f"{type(error).__name__}{said}{line}".encode(errors="replace")[:300]
 
 
 if __name__ == "__main__":

@@ -123,9 +123,7 @@ def _parse(line: bytes, default_id: str) -> Prompt:
     try:
         data = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise SettingError(
-            "line", line[:60].decode(errors="replace"), f"one JSON object ({error})"
-        ) from error
+        raise SettingError("line", line[:60].decode(errors="replace"), f"one JSON object ({error})") from error
     require("line", line[:60].decode(errors="replace"), isinstance(data, dict), "one JSON object")
     names = [f.name for f in fields(Prompt)]
     for name in data:

@@ -1,6 +1,6 @@
 """Running untrusted code (a model's reply) against its tests, in a process of its own.
 
-What holds everywhere (POSIX): a fresh Python in its own process group, killed as a whole at the time limit;
+What holds everywhere (POSIX): a fresh Python in its own process group, killed as a whole at its end;
 limits on CPU time, memory, open files and file size; an empty environment and folder; output discarded;
 an audit hook (PEP 578) that refuses files outside the standard library, all writing, processes, signals,
 sockets, ctypes, and stack frames; a random token that only code running after the last test can report.
@@ -16,7 +16,6 @@ to everything). It contains a language model's mistakes, not an exploit. Only th
 import contextlib
 import hmac
 import json
-import math
 import os
 import secrets
 import selectors
@@ -37,18 +36,18 @@ REPORT_BYTES = 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: wall-clock time from the program's start; memory: address space in MiB."""
+    """cpu_seconds decides for a program that computes, so that a busy machine changes no score; wall_seconds, from
+    the program's start, for one that waits; memory: address space in MiB."""
 
-    seconds: float = 5.0
+    cpu_seconds: int = 3
+    wall_seconds: float = 60.0
     memory: int = 512
 
     def __post_init__(self) -> None:
-        require("seconds", self.seconds, 0 < self.seconds <= 3600, "more than 0, at most 3600")
-        require("memory", self.memory, 64 <= self.memory <= 1 << 20, "64 … 1048576 MiB")
-
-    def arguments(self) -> tuple[str, str]:
-        """For jail.py: CPU seconds, a little above the wall-clock limit, and bytes of address space."""
-        return str(math.ceil(self.seconds) + 2), str(self.memory << 20)
+        whole = isinstance(self.cpu_seconds, int) and isinstance(self.memory, int)
+        require("cpu_seconds", self.cpu_seconds, whole and 1 <= self.cpu_seconds <= 3600, "1 … 3600, whole")
+        require("wall_seconds", self.wall_seconds, 0 < self.wall_seconds <= 36000, "more than 0, to 36000")
+        require("memory", self.memory, whole and 64 <= self.memory <= 1 << 20, "64 … 1048576 MiB, whole")
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def run_tests(program: str, tests: str, limits: Limits = DEFAULT) -> Result:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="specdec-") as folder:
         child = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-B", JAIL, *limits.arguments()],
+            [sys.executable, "-s", "-S", "-P", "-B", JAIL, str(limits.cpu_seconds), str(limits.memory << 20)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -84,7 +83,7 @@ def run_tests(program: str, tests: str, limits: Limits = DEFAULT) -> Result:
             start_new_session=True,
         )
         try:
-            report, timed_out = _talk(child, json.dumps([token, program, tests]).encode(), limits.seconds)
+            report, timed_out = _talk(child, json.dumps([token, program, tests]).encode(), limits.wall_seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -95,8 +94,10 @@ def run_tests(program: str, tests: str, limits: Limits = DEFAULT) -> Result:
         raise SpecdecError(f"the sandbox did not start: {reason}")
     if hmac.compare_digest(report[1:], token.encode()):
         return Result(True, "", False, seconds)
-    if timed_out or code == -signal.SIGXCPU:
-        return Result(False, f"no end within {limits.seconds:g} s", True, seconds)
+    if code == -signal.SIGXCPU:
+        return Result(False, f"no end within {limits.cpu_seconds} s of CPU time", True, seconds)
+    if timed_out:
+        return Result(False, f"no end within {limits.wall_seconds:g} s", True, seconds)
     return Result(False, report[1:300].decode(errors="replace") or _ending(code), False, seconds)
 
 
