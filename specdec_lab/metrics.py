@@ -1,0 +1,240 @@
+"""Every ratio, defined once, derived from traces. It does not know how traces came about.
+
+A metric takes the traces of a set of texts and, where it compares, those of the plain loop on the same prompts.
+Times are seconds, memory is bytes. A value is None where it is undefined (nothing drafted, no baseline).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_lab.trace import Step, Trace
+
+Value = float | list[float] | None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over texts; ratios of totals are pooled, so long texts weigh more than short ones.
+
+    Sums of several sets add up with `+`; experiments keep them per prompt.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    steps: int = 0  # main forwards after prefill
+    drafting_steps: int = 0  # of them, those with a draft
+    planned: int = 0  # tokens the draft length asked for
+    emitted: int = 0
+    overlap: float = 0.0  # Σ over drafted tokens of Σ min(p, q)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    prefill_s: float = 0.0  # both models'
+    first_s: float = 0.0  # prefill and first step
+    texts: int = 0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        names = self.__dataclass_fields__
+        return Totals(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds after prefill."""
+        return self.draft_s + self.verify_s + self.other_s
+
+
+def totals(traces: Iterable[Trace]) -> Totals:
+    """Pooled sums. Times of steps that rows shared are divided among them."""
+    out = Totals()
+    for trace in traces:
+        out += Totals(
+            drafted=sum(len(step.drafted) for step in trace.steps),
+            accepted=sum(step.fate.count("accepted") for step in trace.steps),
+            rejected=sum(step.fate.count("rejected") for step in trace.steps),
+            steps=len(trace.steps),
+            drafting_steps=sum(bool(step.drafted) for step in trace.steps),
+            planned=sum(step.planned for step in trace.steps),
+            emitted=len(trace.tokens),
+            overlap=sum(sum(step.overlap) for step in trace.steps),
+            draft_s=sum(step.draft_s / step.active for step in trace.steps),
+            verify_s=sum(step.verify_s / step.active for step in trace.steps),
+            other_s=sum(step.other_s / step.active for step in trace.steps),
+            prefill_s=trace.prefill_s + trace.draft_prefill_s,
+            first_s=trace.prefill_s + trace.draft_prefill_s + _seconds(trace.steps[:1]),
+            texts=1,
+        )
+    return out
+
+
+def _seconds(steps: Sequence[Step]) -> float:
+    return sum(step.draft_s + step.verify_s + step.other_s for step in steps)
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """Their quotient, None when there is nothing to divide by."""
+    return numerator / denominator if denominator else None
+
+
+def draft_acceptance_rate(t: Totals) -> float | None:
+    """Accepted over drafted tokens, those after a rejection included."""
+    return ratio(t.accepted, t.drafted)
+
+
+def acceptance_probability(t: Totals) -> float | None:
+    """α: accepted over tried tokens; those after a rejection were not tried."""
+    return ratio(t.accepted, t.accepted + t.rejected)
+
+
+def expected_acceptance(t: Totals) -> float | None:
+    """Mean over drafted tokens of Σ min(p, q)."""
+    return ratio(t.overlap, t.drafted)
+
+
+def tokens_per_main_forward(t: Totals) -> float | None:
+    """τ: emitted tokens per main forward, recovered and bonus tokens included, prefill left out."""
+    return ratio(t.emitted, t.steps)
+
+
+def coverage(t: Totals) -> float | None:
+    """Drafted tokens over those the draft length asked for; 1 unless a drafter holds back."""
+    return ratio(t.drafted, t.planned)
+
+
+def throughput(t: Totals) -> float | None:
+    """Emitted tokens per second after prefill."""
+    return ratio(t.emitted, t.decode_s)
+
+
+def end_to_end_throughput(t: Totals) -> float | None:
+    """Emitted tokens per second, prefill of both models included."""
+    return ratio(t.emitted, t.decode_s + t.prefill_s)
+
+
+def time_to_first_token(t: Totals) -> float | None:
+    """Mean seconds until the first step's tokens are there."""
+    return ratio(t.first_s, t.texts)
+
+
+def overhead_share(t: Totals) -> float | None:
+    """Share of the time after prefill that is neither drafting nor the main model's forward."""
+    return ratio(t.other_s, t.decode_s)
+
+
+def speculative_speedup(t: Totals, plain: Totals) -> float | None:
+    """Throughput over the plain loop's on the same prompts, after prefill."""
+    return _quotient(throughput(t), throughput(plain))
+
+
+def end_to_end_speedup(t: Totals, plain: Totals) -> float | None:
+    """Throughput over the plain loop's on the same prompts, prefill included."""
+    return _quotient(end_to_end_throughput(t), end_to_end_throughput(plain))
+
+
+def draft_cost_ratio(t: Totals, plain: Totals) -> float | None:
+    """c: seconds per drafted token over the plain loop's seconds per main forward."""
+    return _quotient(ratio(t.draft_s, t.drafted), ratio(plain.verify_s, plain.steps))
+
+
+def _quotient(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def acceptance_by_position(traces: Sequence[Trace], conditional: bool = False) -> list[float]:
+    """Share of tokens drafted at depth 1, 2, … that stay; conditional: of those that were tried there."""
+    drafted: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for trace in traces:
+        for step in trace.steps:
+            depth: list[int] = []
+            for parent, fate in zip(step.parents, step.fate, strict=True):
+                depth.append(1 if parent < 0 else depth[parent] + 1)
+                drafted[depth[-1]] += fate != "untried" if conditional else 1
+                accepted[depth[-1]] += fate == "accepted"
+    return [accepted[d] / drafted[d] for d in sorted(drafted) if drafted[d]]
+
+
+def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float | None:
+    """Share of the n-grams of one text that stood in it before; None for a text shorter than n."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return ratio(len(grams) - len(set(grams)), len(grams))
+
+
+def repetition(traces: Sequence[Trace]) -> float | None:
+    """Mean over texts of the share of repeated 4-grams in the output."""
+    shares = [share for trace in traces if (share := repeated_ngrams(trace.tokens)) is not None]
+    return ratio(sum(shares), len(shares))
+
+
+def peak_memory(traces: Sequence[Trace]) -> float | None:
+    """Largest memory of a run: on CUDA the allocator's peak, on CPU weights in all layouts and KV caches."""
+    return float(max((trace.memory_bytes for trace in traces), default=0)) or None
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """What a metric is called, how it reads, and how it is computed from traces and the plain loop's traces."""
+
+    name: str
+    formula: str
+    unit: str
+    better: str  # "higher", "lower" or "neither"
+    source: str
+    of: Callable[[Sequence[Trace], Sequence[Trace] | None], Value]
+
+
+def _pooled(f: Callable[[Totals], float | None]) -> Callable[[Any, Any], Value]:
+    return lambda traces, plain: f(totals(traces))
+
+
+def _against(f: Callable[[Totals, Totals], float | None]) -> Callable[[Any, Any], Value]:
+    return lambda traces, plain: None if plain is None else f(totals(traces), totals(plain))
+
+
+def _memory_growth(traces: Sequence[Trace], plain: Sequence[Trace] | None) -> float | None:
+    with_draft, alone = peak_memory(traces), peak_memory(plain or ())
+    return None if with_draft is None or not alone else with_draft / alone - 1
+
+
+_LEVIATHAN, _CHEN = "arXiv 2211.17192", "arXiv 2302.01318"
+_SPECS = (
+    MetricSpec("speculative_speedup", "(Σ emitted / Σ decode time) / (the same of the plain loop)", "×", "higher",
+               _LEVIATHAN, _against(speculative_speedup)),
+    MetricSpec("end_to_end_speedup", "the same with the prefill of both models in the time", "×", "higher",
+               "specdec_lab", _against(end_to_end_speedup)),
+    MetricSpec("throughput", "Σ emitted / Σ decode time", "tokens/s", "higher", "specdec_lab", _pooled(throughput)),
+    MetricSpec("time_to_first_token", "mean of prefill + first step", "s", "lower", "specdec_lab",
+               _pooled(time_to_first_token)),
+    MetricSpec("tokens_per_main_forward", "τ = emitted / main forwards", "tokens", "higher", _LEVIATHAN,
+               _pooled(tokens_per_main_forward)),
+    MetricSpec("draft_acceptance_rate", "accepted / drafted", "share", "higher", _CHEN,
+               _pooled(draft_acceptance_rate)),
+    MetricSpec("acceptance_probability", "α = accepted / (accepted + rejected)", "share", "higher", _LEVIATHAN,
+               _pooled(acceptance_probability)),
+    MetricSpec("expected_acceptance", "mean of Σ min(p, q)", "share", "higher", _LEVIATHAN,
+               _pooled(expected_acceptance)),
+    MetricSpec("acceptance_by_position", "accepted / drafted at each depth", "share", "higher", "specdec_lab",
+               lambda traces, plain: acceptance_by_position(traces)),
+    MetricSpec("acceptance_by_position_conditional", "accepted / tried at each depth", "share", "higher",
+               "specdec_lab", lambda traces, plain: acceptance_by_position(traces, conditional=True)),
+    MetricSpec("coverage", "drafted / planned", "share", "neither", "specdec_lab", _pooled(coverage)),
+    MetricSpec("draft_cost_ratio", "c = time per drafted token / time per plain main forward", "share", "lower",
+               _LEVIATHAN, _against(draft_cost_ratio)),
+    MetricSpec("overhead_share", "time outside drafting and main forwards / decode time", "share", "lower",
+               "specdec_lab", _pooled(overhead_share)),
+    MetricSpec("repetition", "repeated 4-grams / 4-grams, mean over texts", "share", "lower", "arXiv 1908.04319",
+               lambda traces, plain: repetition(traces)),
+    MetricSpec("peak_memory", "CUDA: allocator's peak; CPU: weights and KV caches", "bytes", "lower", "specdec_lab",
+               lambda traces, plain: peak_memory(traces)),
+    MetricSpec("memory_growth", "peak memory / that of the plain loop − 1", "share", "lower", "specdec_lab",
+               _memory_growth),
+)  # fmt: skip
+
+METRICS: dict[str, MetricSpec] = {spec.name: spec for spec in _SPECS}
+
+
+def summarise(traces: Sequence[Trace], baseline: Sequence[Trace] | None = None) -> dict[str, Value]:
+    """Every metric of a set of texts; `baseline` is the plain loop's traces of the same prompts."""
+    return {name: spec.of(traces, baseline) for name, spec in METRICS.items()}

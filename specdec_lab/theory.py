@@ -1,0 +1,83 @@
+"""What to expect of a chain of γ drafted tokens, from α, γ, c and the measured cost of verifying.
+
+α is the probability that a tried token stays, taken as equal for all (2211.17192); c is the cost of one draft
+step and T(k) that of a main forward over k tokens, both in units of T(1).
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from specdec_lab.errors import require
+from specdec_lab.models.protocol import Model
+from specdec_lab.trace import now
+
+KS = (1, 2, 3, 4, 5, 7, 9, 12, 17, 25, 33)
+
+
+@dataclass(frozen=True)
+class VerifyCurve:
+    """Cost of a main forward over k tokens. `ratio` is T(k) / T(1), `seconds` the medians behind it."""
+
+    ks: tuple[int, ...]
+    ratio: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, k: float) -> float:
+        """T(k) / T(1), linear between measured k, and beyond the last one with its slope."""
+        if k <= self.ks[-1]:
+            return float(np.interp(k, self.ks, self.ratio))
+        slope = (self.ratio[-1] - self.ratio[-2]) / (self.ks[-1] - self.ks[-2])
+        return self.ratio[-1] + slope * (k - self.ks[-1])
+
+
+def measure_verify_curve(model: Model, ks: Sequence[int] = KS, context: int = 128, repeats: int = 7) -> VerifyCurve:
+    """Time forward and head over k tokens behind `context` cached ones; the ks alternate, medians count."""
+    ks = tuple(k for k in sorted({1, *ks}) if context + k <= model.context_length)
+    cache = model.new_cache(1, context + max(ks))
+    ids = torch.arange(context) % model.vocab_size
+    model.forward(ids[None].to(model.device), cache)
+    cache.advance([context])
+    times: dict[int, list[float]] = {k: [] for k in ks}
+    for repeat in range(repeats + 1):
+        for k in ks:
+            tokens = (torch.arange(k) * 7 % model.vocab_size)[None].to(model.device)
+            start = now(model.device)
+            model.logits(model.forward(tokens, cache))
+            if repeat:  # the first round warms up
+                times[k].append(now(model.device) - start)
+    seconds = [statistics.median(times[k]) for k in ks]
+    return VerifyCurve(ks, tuple(s / seconds[0] for s in seconds), tuple(seconds))
+
+
+def expected_tokens(alpha: float, draft_length: int) -> float:
+    """τ of a chain: (1 − α^(γ+1)) / (1 − α), between 1 and γ + 1."""
+    require("alpha", alpha, 0 <= alpha <= 1, "0 … 1")
+    return sum(alpha**i for i in range(draft_length + 1))
+
+
+def speedup(alpha: float, draft_length: int, c: float, curve: VerifyCurve | None = None) -> float:
+    """Expected speed-up: τ / (γ c + T(γ + 1) / T(1)); without a curve, verification costs one forward."""
+    require("draft_length", draft_length, draft_length >= 0, "an integer >= 0")
+    require("c", c, c >= 0, "a number >= 0")
+    verify = 1.0 if curve is None else curve(draft_length + 1)
+    return expected_tokens(alpha, draft_length) / (draft_length * c + verify)
+
+
+def break_even(draft_length: int, c: float, curve: VerifyCurve | None = None) -> float | None:
+    """The α above which drafting pays; None when even α = 1 does not."""
+    if speedup(1.0, draft_length, c, curve) <= 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if speedup(middle, draft_length, c, curve) < 1 else (low, middle)
+    return high
+
+
+def best_draft_length(alpha: float, c: float, curve: VerifyCurve | None = None, most: int = 32) -> int:
+    """The γ from 0 to `most` with the highest expected speed-up."""
+    return max(range(most + 1), key=lambda gamma: speedup(alpha, gamma, c, curve))
