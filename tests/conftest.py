@@ -14,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from specdec_lab.models.zoo import Main
+
 # All of these act only when set before torch, matplotlib or transformers are imported.
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,7 +45,10 @@ def in_ci() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip browser tests where Chromium is missing, unless SPECDEC_REQUIRE_BROWSER=1 asks for them."""
+    """Mark the users of `bundled`; skip browser tests without Chromium unless SPECDEC_REQUIRE_BROWSER=1."""
+    for item in items:
+        if "bundled" in getattr(item, "fixturenames", ()):
+            item.add_marker("pair")
     if chromium() or browser_required():
         return
     skip = pytest.mark.skip(reason="no Chromium on PATH (Debian: apt-get install chromium)")
@@ -131,6 +136,21 @@ def chromium_path() -> str:
     path = chromium()
     assert path, "SPECDEC_REQUIRE_BROWSER is set, but there is no Chromium on PATH"
     return path
+
+
+@pytest.fixture(scope="session")
+def bundled() -> "Main":
+    """The bundled main model on the CPU in fp32; skipped where it cannot be fetched, failed so in CI."""
+    from specdec_lab.errors import ModelError
+    from specdec_lab.models import zoo
+
+    try:
+        zoo.fetch_bundled()
+    except ModelError as error:
+        if in_ci():
+            raise
+        pytest.skip(str(error))
+    return zoo.load_main(zoo.BUNDLED, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,9 @@ PIN = re.compile(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*")
 # Needed at run time without an import of ours: kernels, front ends, back ends of what we do import.
 NOT_IMPORTED = {
     "accelerate": "transformers loads GGUF files through it",
+    "gguf": "transformers parses GGUF files with it",
     "ipykernel": "runs the notebooks",
     "jupyterlab": "`make lab`",
-    "pyarrow": "pandas reads and writes parquet through it",
     "mypy": "`make types`",
     "nbstripout": "`make lint`",
     "ruff": "`make lint`",
@@ -75,9 +75,7 @@ def distributions(modules: set[str]) -> set[str]:
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
