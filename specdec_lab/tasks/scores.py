@@ -111,6 +111,6 @@ def programs(prompt: Prompt, text: str) -> list[str]:
 
 def prose_score(prompt: Prompt, text: str, nll: float | None, tokens: Sequence[int] | None) -> Score:
     """The caller's `nll` as it is; detail: repetition (None without tokens), since loops are likely too."""
-    from specdec_lab.metrics import repetition
+    from specdec_lab.metrics import repeated_ngrams
 
-    return Score(nll, {"repetition": None if tokens is None else repetition(tokens)})
+    return Score(nll, {"repetition": None if tokens is None else repeated_ngrams(tokens)})
