@@ -18,7 +18,7 @@ from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import CHUNK, feed
 from specdec_lab.models.protocol import Model
 from specdec_lab.sampling import Sampling, distribution, penalise, uniforms
-from specdec_lab.trace import Step, Trace, now
+from specdec_lab.trace import FATES, Step, Trace, now
 
 MAX_DRAFT = 64
 
@@ -83,8 +83,7 @@ def decode(
         drafter.observe(rows, [len(path) for path in paths])
         end = now(main.device)
         for row, step in zip(rows, steps, strict=True):
-            step.draft_s, step.verify_s, step.active = drafted - start, verified - drafted, len(rows)
-            step.other_s = end - verified
+            step.draft_s, step.verify_s, step.other_s = drafted - start, verified - drafted, end - verified
             row.trace.steps.append(step)
             row.trace.tokens = row.emitted
         finished = list(zip(rows, steps, strict=True))
@@ -111,9 +110,7 @@ def _processed(logits: Tensor, rows: Sequence[Active], tree: Tree) -> Tensor:
     if penalty == 1:
         return logits
     out = []
-    for row, tokens, parents, scores in zip(
-        rows, tree.tokens.tolist(), tree.parents.tolist(), logits, strict=True
-    ):
+    for row, tokens, parents, scores in zip(rows, tree.tokens.tolist(), tree.parents.tolist(), logits, strict=True):
         seen = [row.tokens]
         for token, parent in zip(tokens, parents, strict=True):
             seen.append([*seen[max(parent, -1) + 1], token])
@@ -154,44 +151,32 @@ def _records(p: Tensor, tree: Tree, verdict: Verdict, planned: Sequence[int], gr
     rejected = verdict.tried & ~verdict.accepted
     recovered = (rejected & (parents == verdict.last[:, None])).any(1)
     end = verdict.last + 1
-    per_node = [
-        x.tolist()
-        for x in (tokens, parents, at_node, q, overlap, largest.gather(1, place), entropy.gather(1, place))
-    ]
-    fates = (
-        verdict.accepted.int() + 2 * (~verdict.tried).int()
-    ).tolist()  # 0 rejected, 1 accepted, 2 untried
-    nexts = [
-        x.tolist()
-        for x in (
-            verdict.next_token,
-            recovered,
-            p[row, end, verdict.next_token],
-            largest[row, end],
-            entropy[row, end],
-        )
-    ]
+    nodes = {
+        "drafted": tokens,
+        "parents": parents,
+        "p": at_node,
+        "q": q,
+        "overlap": overlap,
+        "largest_p": largest.gather(1, place),
+        "entropy": entropy.gather(1, place),
+        "fate": torch.where(verdict.tried, verdict.accepted.int(), 2),  # an index of FATES
+    }
+    ends = {
+        "next_token": verdict.next_token,
+        "next_p": p[row, end, verdict.next_token],
+        "next_largest_p": largest[row, end],
+        "next_entropy": entropy[row, end],
+    }
+    per_node = {name: values.tolist() for name, values in nodes.items()}
+    per_row = {name: values.tolist() for name, values in ends.items()}
     steps = []
-    for r, length in enumerate(planned):
-        n = sum(parent >= -1 for parent in per_node[1][r])  # padding comes last
-        next_token, was_rejected, next_p, next_largest, next_entropy = (x[r] for x in nexts)
-        steps.append(
-            Step(
-                *(x[r][:n] for x in per_node),
-                fate=[("rejected", "accepted", "untried")[fate] for fate in fates[r][:n]],
-                next_token=next_token,
-                next_kind="recovered" if was_rejected else "bonus" if n else "plain",
-                next_p=next_p,
-                next_largest_p=next_largest,
-                next_entropy=next_entropy,
-                emitted=0,
-                planned=length,
-                draft_s=0.0,
-                verify_s=0.0,
-                other_s=0.0,
-                active=len(planned),
-            )
-        )
+    for r, (length, was_rejected) in enumerate(zip(planned, recovered.tolist(), strict=True)):
+        n = sum(parent >= -1 for parent in per_node["parents"][r])  # padding comes last
+        step: dict[str, Any] = {name: values[r][:n] for name, values in per_node.items()}
+        step |= {name: values[r] for name, values in per_row.items()}
+        step["fate"] = [FATES[fate] for fate in step["fate"]]
+        step["next_kind"] = "recovered" if was_rejected else "bonus" if n else "plain"
+        steps.append(Step(**step, planned=length, active=len(planned)))
     return steps
 
 
@@ -313,9 +298,7 @@ class Decoder:
         require("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "an integer >= 1")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         require("stop", stop, all(stops), "strings that are not empty")
-        require(
-            "stop", stop, not stops or self.tokenizer is not None, "none, as this decoder has no tokenizer"
-        )
+        require("stop", stop, not stops or self.tokenizer is not None, "none, as this decoder has no tokenizer")
         how, ends = Sampling(**sampling), frozenset(self.eos if eos is None else eos)
         rows = []
         for index, prompt in enumerate(prompts):

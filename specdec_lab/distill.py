@@ -10,8 +10,10 @@ distillation, 1503.02531; drafts for speculative decoding, 2310.08461).
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_lab.errors import DataError, ModelError, require
+from specdec_lab.decoding import Decoder
+from specdec_lab.errors import DataError, ModelError, UnknownName, require
+from specdec_lab.models import zoo
 from specdec_lab.models.int8 import quantise
+from specdec_lab.models.protocol import Model
+from specdec_lab.statistics import Interval, ratio_interval
+from specdec_lab.tasks import load_prompts
+from specdec_lab.tasks.prompts import FOLDER
 
-SEQUENCE = 384  # tokens of a training sequence
+SEQUENCE = 384  # tokens of a training sequence of real text
+SHARD = 128  # texts of a shard; a killed run loses at most one
+TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 0.7, 1.0, 1.0)  # of the main model's completions, in turn
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,126 @@ class Text:
     prompt: int  # leading tokens that are a prompt, not the main model's own words
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """Which texts the hidden-state cache holds, in tokens of real text and numbers of prompts to complete."""
+
+    prompts: Mapping[str, int]  # training set -> prompts that the main model completes
+    book_tokens: int = 300_000
+    code_tokens: int = 400_000
+    max_new_tokens: int = 180
+    longest_prompt: int = 420
+    seed: int = 0
+
+
+CORPUS = Corpus({"train_json": 830, "train_code": 550, "train_prose": 430})
+
+
+def cache_hidden_states(
+    main: zoo.Main, corpus: Corpus, folder: Path, limit_bytes: int = 6 << 30, report: Callable[[str], Any] = print
+) -> None:
+    """Write the corpus with the main model's hidden states to `folder`, shard by shard; finished shards are kept.
+
+    Raises ModelError when the folder holds another model's or another corpus' states, DataError when it would
+    grow beyond `limit_bytes`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    label = {"main": main.fingerprint, "dtype": str(main.model.dtype), **asdict(corpus)}
+    manifest = folder / "corpus.json"
+    if manifest.exists() and json.loads(manifest.read_text()) != json.loads(json.dumps(label)):
+        raise ModelError(f"{folder} holds the hidden states of another model or corpus; move it away or name another")
+    manifest.write_text(json.dumps(label, indent=1))
+    for name, sequences in _shards(main, corpus):
+        shard = folder / f"{name}.npz"
+        if shard.exists():
+            continue
+        texts = [(ids, prompt, _hidden(main.model, ids)) for ids, prompt in sequences()]
+        used = sum(file.stat().st_size for file in folder.glob("*.npz"))
+        if used + sum(hidden.nbytes for *_, hidden in texts) > limit_bytes:
+            raise DataError(
+                f"the hidden states in {folder} would outgrow {limit_bytes >> 20} MiB; {used >> 20} are used"
+            )
+        _write_shard(shard, texts)
+        report(f"{shard.name}: {sum(len(ids) for ids, *_ in texts)} tokens")
+
+
+def _shards(main: zoo.Main, corpus: Corpus) -> Iterator[tuple[str, Callable[[], list[tuple[list[int], int]]]]]:
+    """Names of shards and what computes their texts, as (token ids, prompt tokens)."""
+    rng = np.random.default_rng(corpus.seed)
+    jobs = _prompts(main, corpus)
+    for start in range(0, len(jobs), SHARD):
+        yield f"completions-{start:05}", partial(_complete, main, corpus, jobs[start : start + SHARD], start)
+    sources = {"books": sorted((FOLDER / "texts").glob("*.txt")), "code": _standard_library()}
+    for kind, budget in (("books", corpus.book_tokens), ("code", corpus.code_tokens)):
+        pieces = _pieces(main.tokenizer, sources[kind])
+        order = rng.permutation(len(pieces))[: budget // SEQUENCE]
+        for start in range(0, len(order), SHARD):
+            shard = [(pieces[index], 0) for index in order[start : start + SHARD]]
+            yield f"{kind}-{start:05}", partial(list, shard)
+
+
+def _prompts(main: zoo.Main, corpus: Corpus) -> list[list[int]]:
+    """Training prompts as chat token ids, shuffled, those that are too long left out."""
+    encode = Decoder(main.model, tokenizer=main.tokenizer).encode
+    ids = [encode(row.prompt) for task, n in corpus.prompts.items() for row in load_prompts(task, n)]
+    ids = [prompt for prompt in ids if len(prompt) <= corpus.longest_prompt]
+    return [ids[index] for index in np.random.default_rng(corpus.seed).permutation(len(ids))]
+
+
+def _complete(
+    main: zoo.Main, corpus: Corpus, prompts: Sequence[Sequence[int]], seed: int
+) -> list[tuple[list[int], int]]:
+    """The main model's own completions, greedy and sampled in turn."""
+    decoder = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos)
+    out = []
+    for temperature in sorted(set(TEMPERATURES)):
+        turn = [p for i, p in enumerate(prompts) if TEMPERATURES[i % len(TEMPERATURES)] == temperature]
+        if turn:
+            made = decoder.generate_batch(
+                turn, max_new_tokens=corpus.max_new_tokens, temperature=temperature, seed=corpus.seed + seed
+            )
+            out += [([*prompt, *done.tokens[:-1]], len(prompt)) for prompt, done in zip(turn, made, strict=True)]
+    return out
+
+
+def _standard_library() -> list[Path]:
+    """Sources of the running Python's standard library, tests and very large files left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [*root.glob("*.py"), *root.glob("*/*.py")]
+    skipped = ("site-packages", "test", "tests", "idlelib")
+    return sorted(f for f in files if not set(skipped) & set(f.parts) and f.stat().st_size < 80_000)
+
+
+def _pieces(tokenizer: Any, files: Sequence[Path]) -> list[list[int]]:
+    pieces = []
+    for file in files:
+        ids = tokenizer(file.read_text(encoding="utf-8", errors="ignore"))["input_ids"]
+        pieces += [ids[i : i + SEQUENCE] for i in range(0, len(ids) - SEQUENCE + 1, SEQUENCE)]
+    return pieces
+
+
+def _hidden(model: Model, ids: Sequence[int]) -> np.ndarray:
+    hidden = model.forward(torch.tensor([ids], device=model.device), model.new_cache(1, len(ids)))
+    return hidden[0].half().cpu().numpy()
+
+
+def _write_shard(shard: Path, texts: Sequence[tuple[list[int], int, np.ndarray]]) -> None:
+    scratch = shard.with_suffix(".tmp")
+    try:
+        with open(scratch, "wb") as stream:
+            np.savez(
+                stream,
+                tokens=np.concatenate([np.array(ids, dtype=np.uint16) for ids, *_ in texts]),
+                lens=np.array([len(ids) for ids, *_ in texts]),
+                plens=np.array([prompt for _, prompt, _ in texts]),
+                hidden=np.concatenate([hidden for *_, hidden in texts]),
+            )
+        os.replace(scratch, shard)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise DataError(f"cannot write the shard {shard}: {error}; finished shards are kept") from error
+
+
 def read_texts(folder: Path) -> list[Text]:
     """The texts of every shard in a hidden-state cache; raises DataError naming a broken file."""
     texts = []
@@ -98,9 +228,7 @@ def read_texts(folder: Path) -> list[Text]:
             with np.load(shard) as stored:
                 tokens, lengths, prompts, hidden = (stored[k] for k in ("tokens", "lens", "plens", "hidden"))
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(
-                f"the hidden-state shard {shard} cannot be read ({error}); delete it to make it anew"
-            ) from error
+            raise DataError(f"the shard {shard} cannot be read ({error}); delete it to make it anew") from error
         ends = np.cumsum(lengths)
         for end, length, prompt in zip(ends, lengths, prompts, strict=True):
             texts.append(Text(tokens[end - length : end], hidden[end - length : end], int(prompt)))
@@ -150,8 +278,8 @@ class Trainer:
         if checkpoint.exists():
             self._resume()
 
-    def run(self, report: Any = print, save_every: int = 200) -> None:
-        """Train until the recipe's tokens are seen; report(step, seen, loss) now and then."""
+    def run(self, report: Callable[[int, int, float], Any], save_every: int = 200) -> None:
+        """Train until the recipe's tokens are seen; report(step, tokens seen, smoothed loss) now and then."""
         running = None
         while self.seen < self.recipe.tokens:
             loss = self._learn(next(self.batches))
@@ -225,3 +353,66 @@ class Trainer:
         self.rng.set_state(state["rng"].cpu())
         for _ in range(self.step):
             next(self.batches)
+
+
+def save_draft(draft: Any, main_sha256: str, folder: Path) -> None:
+    """Write a draft's layers as int8 with their config; embedding and head stay with the main model."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {f"model.{k}": v for k, v in draft.state_dict().items() if not k.startswith("embed_tokens")}
+    save_file(quantise(weights), folder / "model.safetensors", metadata={"main_sha256": main_sha256})
+    config = draft.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str) + "\n")
+
+
+def distill(
+    ratio: str,
+    folder: Path | None = None,
+    out: Path | None = None,
+    tokens: int | None = None,
+    corpus: Corpus = CORPUS,
+    report: Callable[[str], Any] = print,
+) -> list[tuple[int, int, float]]:
+    """Train the draft of that ratio by its recipe and store it under data/models, resuming what was interrupted.
+
+    folder: hidden states and checkpoints, default in the cache folder. out: where the draft goes. tokens: fewer
+    than the recipe's, for a trial. Returns the history of (step, tokens seen, loss) of this call.
+    """
+    if ratio not in RECIPES:
+        raise UnknownName("ratio", ratio, RECIPES)
+    recipe = RECIPES[ratio] if tokens is None else replace(RECIPES[ratio], tokens=tokens)
+    folder = folder or zoo.cache_folder() / "distill"
+    main = zoo.load_main(dtype="bfloat16")
+    cache_hidden_states(main, corpus, folder / "hidden", report=report)
+    teacher, _ = zoo.read(zoo.fetch_bundled())
+    trainer = Trainer(teacher, recipe, read_texts(folder / "hidden"), folder / f"{ratio.replace(':', '-')}.pt")
+    history = []
+
+    def note(step: int, seen: int, loss: float) -> None:
+        history.append((step, seen, loss))
+        report(f"{ratio}: step {step}, {seen:,} of {recipe.tokens:,} tokens, cross-entropy {loss:.3f}")
+
+    trainer.run(note)
+    save_draft(trainer.draft, main.fingerprint, out or zoo.DRAFTS / ratio.replace(":", "-"))
+    return history
+
+
+def greedy_completions(
+    main: zoo.Main, task: str, prompts: int = 20, max_new_tokens: int = 96
+) -> list[tuple[list[int], list[int]]]:
+    """The main model's own greedy replies on evaluation prompts, as (prompt ids, reply ids)."""
+    decoder = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos)
+    ids = [decoder.encode(row.prompt) for row in load_prompts(task, prompts)]
+    return [(prompt, decoder.generate(prompt, max_new_tokens=max_new_tokens).tokens) for prompt in ids]
+
+
+def greedy_match(draft: Model, completions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Interval:
+    """How often the draft's arg-max is the main model's next token, given the true prefix; 95 % over prompts."""
+    hits, counts = [], []
+    for prompt, reply in completions:
+        block = torch.tensor([[*prompt, *reply[:-1]]], device=draft.device)
+        hidden = draft.forward(block, draft.new_cache(1, block.shape[1]))[0, len(prompt) - 1 :]
+        hits.append(int((draft.logits(hidden).argmax(-1).cpu() == torch.tensor(reply)).sum()))
+        counts.append(len(reply))
+    return ratio_interval(hits, counts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-FATES = ("accepted", "rejected", "untried")
+FATES = ("rejected", "accepted", "untried")
 KINDS = ("recovered", "bonus", "plain")
 FINISHES = ("eos", "stop", "length", "context")
 
@@ -34,12 +34,12 @@ class Step:
     next_p: float
     next_largest_p: float
     next_entropy: float
-    emitted: int  # tokens the user gets of this step, after EOS, stop strings and length limits cut it
     planned: int  # draft length asked for, after length limits
-    draft_s: float  # seconds; the whole step's, shared by `active` rows
-    verify_s: float  # the main model's forward and head
-    other_s: float  # acceptance, commit, records
     active: int  # rows decoded together in this step
+    emitted: int = 0  # tokens the user gets of this step, after EOS, stop strings and length limits cut it
+    draft_s: float = 0.0  # seconds; the whole step's, shared by `active` rows
+    verify_s: float = 0.0  # the main model's forward and head
+    other_s: float = 0.0  # acceptance, commit, records
 
     @property
     def accepted(self) -> list[int]:
@@ -57,9 +57,7 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # as emitted, the EOS token included
     finish: str = ""  # one of FINISHES
-    memory_bytes: int = (
-        0  # CUDA: the allocator's peak; CPU: weights in all layouts and KV caches, of both models
-    )
+    memory_bytes: int = 0  # CUDA: the allocator's peak; CPU: weights in all layouts and KV caches, of both models
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` reads it back."""

@@ -100,7 +100,7 @@ def fetch_bundled() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         gguf = _download_gguf(Path(scratch))
-        model, tokenizer = _read(gguf)
+        model, tokenizer = read(gguf)
         # transformers marks what comes from GGUF as quantised and then refuses to save it
         model.config.__dict__.pop("quantization_config", None)
         model.is_quantized, model.hf_quantizer = False, None
@@ -143,7 +143,7 @@ def export(name: str, folder: Path, main: Main | None = None) -> None:
 
     if name not in ("main", *RATIOS):
         raise UnknownName("model to export", name, ("main", *RATIOS))
-    source, tokenizer = _read(fetch_bundled())
+    source, tokenizer = read(fetch_bundled())
     if name != "main":
         config, weights, _ = _read_draft(name)
         embedding = source.get_input_embeddings().weight
@@ -195,7 +195,7 @@ def _placement(device: str | None, dtype: str | None) -> tuple[torch.device, tor
     return where, DTYPES[dtype]
 
 
-def _read(path: Path) -> tuple[Any, Any]:
+def read(path: Path) -> tuple[Any, Any]:
     """A transformers model in fp32 (or as stored) and its tokenizer; ModelError when anything is missing."""
     import transformers
 
@@ -216,7 +216,7 @@ def _read(path: Path) -> tuple[Any, Any]:
 
 
 def _load(path: Path, name: str, device: torch.device, dtype: torch.dtype) -> tuple[Model, Any, tuple[int, ...]]:
-    model, tokenizer = _read(path)
+    model, tokenizer = read(path)
     model = model.to(device=device, dtype=dtype)
     broken = next((key for key, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if broken:
@@ -278,3 +278,16 @@ def _download_gguf(scratch: Path) -> Path:
     if found != GGUF_SHA256:
         raise ModelError(f"{GGUF} has SHA-256 {found}, not {GGUF_SHA256}: it is not the file this project knows")
     return gguf
+
+
+def listing() -> dict[str, str]:
+    """Names that load_main and load_drafter know, with what they are."""
+    return {
+        BUNDLED: "main: SmolLM2-135M-Instruct, 134.5 M parameters, Apache-2.0, fetched on first use",
+        **{ratio: f"draft: distilled from the bundled main, {ratio} of its parameters" for ratio in RATIOS},
+        "ngram": "draft: prompt lookup, no model",
+        "none": "no draft: plain autoregressive decoding",
+        "FOLDER": "main or draft: a local Hugging Face folder",
+        "FILE.gguf": "main or draft: a GGUF file",
+        "owner/name": "main or draft: a hub id",
+    }
