@@ -238,3 +238,20 @@ METRICS: dict[str, MetricSpec] = {spec.name: spec for spec in _SPECS}
 def summarise(traces: Sequence[Trace], baseline: Sequence[Trace] | None = None) -> dict[str, Value]:
     """Every metric of a set of texts; `baseline` is the plain loop's traces of the same prompts."""
     return {name: spec.of(traces, baseline) for name, spec in METRICS.items()}
+
+
+def markdown() -> str:
+    """The table of metrics that docs/METRICS.md holds."""
+    lines = [
+        "# Metrics",
+        "",
+        "Made from `specdec_lab.metrics.METRICS`; every ratio is defined there, once. *Accepted*: drafted tokens that",
+        "stay. *Tried*: accepted or rejected; tokens behind a rejection are not tried. *Emitted*: what the user gets,",
+        "after end-of-sequence, stop strings and length limits cut the last step. *Plain loop*: the same decoder",
+        "without a draft, on the same prompts, measured in the same run.",
+        "",
+        "| name | definition | unit | better | source |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| `{m.name}` | {m.formula} | {m.unit} | {m.better} | {m.source} |" for m in _SPECS]
+    return "\n".join(lines) + "\n"
