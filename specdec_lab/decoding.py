@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec_lab.acceptance import Rule, Verdict, greedy_match, speculative_sampling
 from specdec_lab.drafting import Drafter, Row, Tree
-from specdec_lab.errors import SettingError, require
+from specdec_lab.errors import SettingError, require, whole
 from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import CHUNK, feed
 from specdec_lab.models.protocol import Model
@@ -65,10 +65,10 @@ def decode(
     while rows:
         start = now(main.device)
         lengths = [row.room(draft_length, drafter.context_length) for row in rows]
-        tree = drafter.propose(rows, lengths)
+        tree = drafter.propose(rows, lengths).to(main.device)
         drafted = now(main.device)
         root = torch.tensor([[row.tokens[-1]] for row in rows], device=main.device)
-        block = torch.cat([root, tree.tokens.to(main.device)], 1)  # [rows, 1 + n]
+        block = torch.cat([root, tree.tokens], 1)  # [rows, 1 + n]
         hidden = main.forward(block, cache, _block_parents(tree))  # [rows, 1 + n, hidden_size]
         logits = main.logits(hidden)  # [rows, 1 + n, vocab]
         verified = now(main.device)
@@ -123,20 +123,19 @@ def _judge(scores: Tensor, rows: Sequence[Active], tree: Tree, rule: Rule) -> tu
 
     Each row draws one number per node of its own and one for the next token, whatever the other rows need.
     """
-    tokens, parents = tree.tokens.to(scores.device), tree.parents.to(scores.device)
     sampling = rows[0].sampling
     if sampling.greedy:
-        return rule(tokens, parents, scores, tree.q, scores.new_empty(0)), scores.softmax(-1)
+        return rule(tree.tokens, tree.parents, scores, tree.q, scores.new_empty(0)), scores.softmax(-1)
     p = distribution(scores, sampling)
-    nodes = (parents >= -1).sum(1)  # [rows]
+    nodes = (tree.parents >= -1).sum(1)  # [rows]
     u = uniforms([row.generator for row in rows], (nodes + 1).tolist(), scores.device)
     u = torch.cat([u[:, : tree.size], u.gather(1, nodes[:, None])], 1)  # [rows, n + 1], the next token's last
-    return rule(tokens, parents, p, tree.q, u), p
+    return rule(tree.tokens, tree.parents, p, tree.q, u), p
 
 
 def _records(p: Tensor, tree: Tree, verdict: Verdict, planned: Sequence[int], greedy: bool) -> list[Step]:
     """The raw record of each row's step, but for times and what was emitted. p: [rows, 1 + n, vocab]."""
-    tokens, parents = tree.tokens.to(p.device), tree.parents.to(p.device)  # [rows, n]
+    tokens, parents = tree.tokens, tree.parents  # [rows, n]
     row = torch.arange(len(tokens), device=p.device)
     place = (parents + 1).clamp(min=0)  # where in p each node is judged
     at_node = p[row[:, None], place, tokens]
@@ -185,8 +184,8 @@ class Decoder:
 
     tokenizer: a transformers tokenizer; needed for prompts given as text and for stop strings. chat: apply its
     chat template to text prompts when it has one. eos: token ids that end a text; default the tokenizer's.
-    rule: an acceptance rule of acceptance.RULES; default exact match when greedy, speculative sampling else.
-    Raises SettingError for a value out of range, before any model runs.
+    Greedy decoding keeps exact matches, sampling is speculative sampling: both emit what the main model alone
+    would. Raises SettingError for a value out of range, before any model runs.
     """
 
     def __init__(
@@ -201,7 +200,8 @@ class Decoder:
         prefill_chunk: int = CHUNK,
     ) -> None:
         most = min(MAX_DRAFT, main.context_length - 1)
-        require("draft_length", draft_length, 0 <= draft_length <= most, f"0 (plain decoding) … {most}")
+        fits = whole(draft_length) and 0 <= draft_length <= most
+        require("draft_length", draft_length, fits, f"an integer, 0 (plain decoding) … {most}")
         require("prefill_chunk", prefill_chunk, prefill_chunk >= 1, "an integer >= 1")
         self.main, self.tokenizer, self.chat, self.prefill_chunk = main, tokenizer, chat, prefill_chunk
         self.drafter = drafter if drafter is not None and draft_length > 0 else Drafter()
@@ -295,7 +295,8 @@ class Decoder:
         eos: Sequence[int] | None = None,
         **sampling: Any,
     ) -> list[Active]:
-        require("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "an integer >= 1")
+        positive = whole(max_new_tokens) and max_new_tokens >= 1
+        require("max_new_tokens", max_new_tokens, positive, "an integer >= 1")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         require("stop", stop, all(stops), "strings that are not empty")
         require("stop", stop, not stops or self.tokenizer is not None, "none, as this decoder has no tokenizer")

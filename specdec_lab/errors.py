@@ -1,6 +1,7 @@
 """The errors users see. Each says which field, which value, what is allowed, and what exists instead."""
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 
@@ -35,3 +36,8 @@ def require(field: str, value: Any, ok: bool, allowed: str) -> None:
     """Raise SettingError unless `ok`."""
     if not ok:
         raise SettingError(field, value, allowed)
+
+
+def whole(value: Any) -> bool:
+    """Whether a setting is an integer (numpy's too); 2.0 and True are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec_lab.errors import require
+from specdec_lab.errors import require, whole
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sampling:
         require(
             "temperature", self.temperature, finite and self.temperature >= 0, "a number >= 0 (0 is greedy)"
         )
-        require("top_k", self.top_k, self.top_k >= 0, "an integer >= 0 (0 is off)")
+        require("top_k", self.top_k, whole(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 is off)")
         require("top_p", self.top_p, 0 < self.top_p <= 1, "0 < top_p <= 1 (1 is off)")
         require("min_p", self.min_p, 0 <= self.min_p < 1, "0 <= min_p < 1 (0 is off)")
         penalty = self.repetition_penalty
@@ -66,7 +66,8 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = logits - logits.amax(-1, keepdim=True)
-    logits = logits / sampling.temperature
+    # a temperature that single precision rounds to 0 would give 0 / 0
+    logits = logits / max(sampling.temperature, torch.finfo(torch.float32).tiny)
     if 0 < sampling.top_k < logits.shape[-1]:
         floor = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))

@@ -69,7 +69,7 @@ class DraftModel(Drafter):
                 tokens[:, i] = draw(q[-1], u[:, i])
             if i + 1 < width:
                 hidden = self.model.forward(tokens[:, i : i + 1], self.cache)[:, 0]
-                self.cache.advance([1] * len(rows))
+                self.cache.advance([int(i + 1 < length) for length in lengths])  # the others' is scratch
         return chains(tokens, lengths, torch.stack(q, 1) if q else None)
 
     def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:

@@ -26,6 +26,11 @@ class Tree:
     parents: Tensor  # long [rows, n]; -1 = the root (the last committed token), -2 = padding
     q: Tensor | None  # float [rows, n, vocab], fixed before each draw; None = one-hot, nothing was drawn
 
+    def to(self, device: torch.device) -> "Tree":
+        """The same tree on another device."""
+        q = None if self.q is None else self.q.to(device)
+        return Tree(self.tokens.to(device), self.parents.to(device), q)
+
     @property
     def size(self) -> int:
         """n, the most nodes of a row."""

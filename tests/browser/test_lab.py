@@ -146,9 +146,7 @@ def write_notebook(path: Path, *sources: str) -> None:
 def copy_notebook(name: str, folder: Path, **parameters: object) -> str:
     """Put notebooks/`name` into `folder` with other parameters, as papermill would set them."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-    assert any("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells), (
-        f"{name}: no parameters"
-    )
+    assert any("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells), f"{name}: no parameters"
     notebook.metadata.pop("papermill", None)
     save_with_marker(parameterize_notebook(notebook, parameters), folder / name)
     return name
