@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec_lab.errors import UnknownName
 from specdec_lab.sampling import draw
 
 
@@ -91,3 +92,12 @@ def _subtract(residual: Tensor, token: Tensor, q: Tensor | None) -> Tensor:
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Verdict]
+
+RULES: dict[str, Rule] = {"greedy": greedy_match, "sampling": speculative_sampling}
+
+
+def rule(name: str) -> Rule:
+    """The rule of that name; raises UnknownName listing the known ones."""
+    if name not in RULES:
+        raise UnknownName("acceptance rule", name, RULES)
+    return RULES[name]

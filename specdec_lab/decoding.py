@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_lab.acceptance import Rule, Verdict, greedy_match, speculative_sampling
+from specdec_lab.acceptance import Rule, Verdict, rule
 from specdec_lab.drafting import Drafter, Row, Tree
 from specdec_lab.errors import SettingError, require, whole
 from specdec_lab.models.cache import KVCache
@@ -55,7 +55,7 @@ class Generation:
 
 
 def decode(
-    main: Model, drafter: Drafter, rows: list[Active], cache: KVCache, draft_length: int, rule: Rule, cut: Any
+    main: Model, drafter: Drafter, rows: list[Active], cache: KVCache, draft_length: int, accept: Rule, cut: Any
 ) -> Iterator[tuple[Active, Step]]:
     """Decode until every row has finished; yields each row's step as it happens.
 
@@ -72,7 +72,7 @@ def decode(
         hidden = main.forward(block, cache, _block_parents(tree))  # [rows, 1 + n, hidden_size]
         logits = main.logits(hidden)  # [rows, 1 + n, vocab]
         verified = now(main.device)
-        verdict, p = _judge(_processed(logits, rows, tree), rows, tree, rule)
+        verdict, p = _judge(_processed(logits, rows, tree), rows, tree, accept)
         paths = [path.nonzero()[:, 0].tolist() for path in verdict.accepted]
         cache.commit([[0, *(node + 1 for node in path)] for path in paths])
         steps = _records(p, tree, verdict, lengths, rows[0].sampling.greedy)
@@ -118,19 +118,19 @@ def _processed(logits: Tensor, rows: Sequence[Active], tree: Tree) -> Tensor:
     return torch.stack(out)
 
 
-def _judge(scores: Tensor, rows: Sequence[Active], tree: Tree, rule: Rule) -> tuple[Verdict, Tensor]:
+def _judge(scores: Tensor, rows: Sequence[Active], tree: Tree, accept: Rule) -> tuple[Verdict, Tensor]:
     """Apply the rule. Returns its verdict and the main model's distribution [rows, 1 + n, vocab].
 
     Each row draws one number per node of its own and one for the next token, whatever the other rows need.
     """
     sampling = rows[0].sampling
     if sampling.greedy:
-        return rule(tree.tokens, tree.parents, scores, tree.q, scores.new_empty(0)), scores.softmax(-1)
+        return accept(tree.tokens, tree.parents, scores, tree.q, scores.new_empty(0)), scores.softmax(-1)
     p = distribution(scores, sampling)
     nodes = (tree.parents >= -1).sum(1)  # [rows]
     u = uniforms([row.generator for row in rows], (nodes + 1).tolist(), scores.device)
     u = torch.cat([u[:, : tree.size], u.gather(1, nodes[:, None])], 1)  # [rows, n + 1], the next token's last
-    return rule(tree.tokens, tree.parents, p, tree.q, u), p
+    return accept(tree.tokens, tree.parents, p, tree.q, u), p
 
 
 def _records(p: Tensor, tree: Tree, verdict: Verdict, planned: Sequence[int], greedy: bool) -> list[Step]:
@@ -333,8 +333,8 @@ class Decoder:
         ready = now(self.main.device)
         for row in rows:
             row.trace.prefill_s, row.trace.draft_prefill_s = filled - start, ready - filled
-        rule = greedy_match if rows[0].sampling.greedy else speculative_sampling
-        for row, step in decode(self.main, self.drafter, rows, cache, self.draft_length, rule, self._cut):
+        chosen = rule("greedy" if rows[0].sampling.greedy else "sampling")
+        for row, step in decode(self.main, self.drafter, rows, cache, self.draft_length, chosen, self._cut):
             row.trace.memory_bytes = self._memory(cache)
             yield row, step
 
