@@ -322,6 +322,8 @@ class Decoder:
 
     def _run(self, rows: list[Active]) -> Iterator[tuple[Active, Step]]:
         """Prefill, then decode; `rows` is emptied."""
+        if not rows:
+            return
         longest = max(len(row.tokens) + row.limit for row in rows) + self.draft_length + 1
         if self.main.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.main.device)
