@@ -31,7 +31,8 @@ from specdec_lab.statistics import Interval, ratio_interval
 from specdec_lab.tasks import load_prompts
 from specdec_lab.tasks.prompts import FOLDER
 
-SEQUENCE = 384  # tokens of a training sequence of real text
+SEQUENCE = 384  # most tokens of a training sequence of real text …
+WINDOW = 1_600  # … which are cut from so many characters
 SHARD = 128  # texts of a shard; a killed run loses at most one
 TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 0.7, 1.0, 1.0)  # of the main model's completions, in turn
 
@@ -151,11 +152,11 @@ def _shards(main: zoo.Main, corpus: Corpus) -> Iterator[tuple[str, Callable[[], 
         yield f"completions-{start:05}", partial(_complete, main, corpus, jobs[start : start + SHARD], start)
     sources = {"books": sorted((FOLDER / "texts").glob("*.txt")), "code": _standard_library()}
     for kind, budget in (("books", corpus.book_tokens), ("code", corpus.code_tokens)):
-        pieces = _pieces(main.tokenizer, sources[kind])
-        order = rng.permutation(len(pieces))[: budget // SEQUENCE]
+        windows = _windows(sources[kind])
+        order = rng.permutation(len(windows))[: budget // SEQUENCE]
         for start in range(0, len(order), SHARD):
-            shard = [(pieces[index], 0) for index in order[start : start + SHARD]]
-            yield f"{kind}-{start:05}", partial(list, shard)
+            part = [windows[index] for index in order[start : start + SHARD]]
+            yield f"{kind}-{start:05}", partial(_tokenised, main.tokenizer, part)
 
 
 def _prompts(main: zoo.Main, corpus: Corpus) -> list[list[int]]:
@@ -190,12 +191,14 @@ def _standard_library() -> list[Path]:
     return sorted(f for f in files if not set(skipped) & set(f.parts) and f.stat().st_size < 80_000)
 
 
-def _pieces(tokenizer: Any, files: Sequence[Path]) -> list[list[int]]:
-    pieces = []
-    for file in files:
-        ids = tokenizer(file.read_text(encoding="utf-8", errors="ignore"))["input_ids"]
-        pieces += [ids[i : i + SEQUENCE] for i in range(0, len(ids) - SEQUENCE + 1, SEQUENCE)]
-    return pieces
+def _windows(files: Sequence[Path]) -> list[str]:
+    """All whole stretches of WINDOW characters."""
+    texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    return [text[i : i + WINDOW] for text in texts for i in range(0, len(text) - WINDOW + 1, WINDOW)]
+
+
+def _tokenised(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], int]]:
+    return [(tokenizer(text)["input_ids"][:SEQUENCE], 0) for text in texts]
 
 
 def _hidden(model: Model, ids: Sequence[int]) -> np.ndarray:

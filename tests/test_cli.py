@@ -1,0 +1,149 @@
+"""The command line: what it prints, what it returns, what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_lab import cli
+from specdec_lab.metrics import METRICS
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.jsonl"
+    rows = [
+        {"id": "a", "task": "prose", "prompt": "Tell me of the sea."},
+        {"id": "b", "task": "json", "prompt": "An object, please.", "schema": {"type": "object"}},
+        {"id": "c", "task": "prose", "prompt": "And of the hills."},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_generate_prints_one_json_object_as_the_last_line(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, tiny_draft_folder: str
+) -> None:
+    words = ["generate", "--main", tiny_folder, "--draft", tiny_draft_folder, "--prompt", "Hi", "--json"]
+    code, out, _ = run(capsys, *words, "--max_new_tokens", "9", "--draft-length=3")
+    got = json.loads(out.splitlines()[-1])
+    assert code == 0
+    assert set(got) == {"text", "tokens", "metrics"}
+    assert set(got["metrics"]) == set(METRICS)
+    plain = json.loads(run(capsys, *words, "--max-new-tokens", "9", "--draft", "none")[1].splitlines()[-1])
+    assert got["tokens"] == plain["tokens"]
+    assert 1 <= len(got["tokens"]) <= 9
+
+
+def test_generate_streams_the_same_text(capsys: pytest.CaptureFixture[str], tiny_folder: str) -> None:
+    words = ["generate", "--main", tiny_folder, "--draft", "ngram", "--prompt", "Hi", "--max_new_tokens", "12"]
+    text = json.loads(run(capsys, *words, "--json")[1].splitlines()[-1])["text"]
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (0, text + "\n")
+    assert "tokens/s" in err
+
+
+def test_evaluate_reports_every_metric_per_task_and_saves_tokens(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, tiny_draft_folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "tokens.jsonl"
+    words = ["evaluate", "--main", tiny_folder, "--draft", tiny_draft_folder, "--prompts", str(prompts), "--json"]
+    code, out, _ = run(capsys, *words, "--max_new_tokens", "8", "--save-tokens", str(saved), "--seed", "3")
+    got = json.loads(out.splitlines()[-1])
+    assert code == 0
+    assert set(got) == {"settings", "prompts", "metrics", "by_task"}
+    assert got["prompts"] == 3
+    assert got["settings"]["seed"] == 3
+    assert set(got["by_task"]) == {"prose", "json"}
+    assert set(got["metrics"]) == set(METRICS)
+    assert got["metrics"]["speculative_speedup"] > 0
+    lines = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["a", "b", "c"]
+    assert all(1 <= len(line["tokens"]) <= 8 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--draft_length", "-1"], 2, "draft_length = -1"),
+        (["--temperature", "nan"], 2, "temperature = nan"),
+        (["--max_new_tokens", "0"], 2, "max_new_tokens = 0"),
+        (["--top_p", "1.5"], 2, "top_p = 1.5"),
+        (["--threads", "0"], 2, "threads = 0"),
+        (["--prompt", ""], 2, "prompt = ''"),
+        (["--main", "nope"], 1, "no model 'nope'"),
+        (["--draft", "5:7"], 1, "no model '5:7'"),
+    ],
+)
+def test_bad_arguments_say_field_value_and_what_is_allowed(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, words: list[str], code: int, says: str
+) -> None:
+    base = ["generate", "--main", tiny_folder, "--draft", "ngram", "--prompt", "Hi"]
+    got, _, err = run(capsys, *base, *words)
+    assert (got, says in err) == (code, True), err
+
+
+def test_unknown_task_lists_what_there_is(capsys: pytest.CaptureFixture[str], tiny_folder: str) -> None:
+    code, _, err = run(capsys, "evaluate", "--main", tiny_folder, "--draft", "ngram", "--prompts", "poems")
+    assert code != 0
+    assert "poems" in err
+    assert "prose" in err
+
+
+def test_a_broken_prompts_file_names_file_and_line(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, prompts: Path
+) -> None:
+    prompts.write_text(prompts.read_text() + "{broken\n")
+    code, _, err = run(capsys, "evaluate", "--main", tiny_folder, "--prompts", str(prompts))
+    assert code == 1
+    assert f"{prompts}:4" in err
+
+
+def test_unknown_option_is_bad_usage() -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", "--prompt", "Hi", "--draught", "1:4"])
+    assert stop.value.code == 2
+
+
+def test_ctrl_c_is_130_and_keeps_saved_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    from specdec_lab import experiment
+
+    real = experiment.alternate
+
+    def interrupted(*args: Any, **settings: Any) -> Any:
+        yield next(real(*args, **settings))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "alternate", interrupted)
+    saved = tmp_path / "tokens.jsonl"
+    words = ["evaluate", "--main", tiny_folder, "--draft", "ngram", "--prompts", str(prompts), "--max_new_tokens", "4"]
+    code, _, err = run(capsys, *words, "--save_tokens", str(saved))
+    assert code == 130
+    assert "interrupted" in err
+    assert [json.loads(line)["id"] for line in saved.read_text().splitlines()] == ["a"]
+
+
+def test_tasks_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "tasks", "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["json"]["prompts"] == 305
+    code, out, _ = run(capsys, "models")
+    assert code == 0
+    assert all(name in out for name in ("bundled", "1:2", "1:3", "1:4", "ngram", "none"))
+
+
+def test_python_m_is_the_same_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "specdec_lab", "models"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "bundled" in done.stdout
