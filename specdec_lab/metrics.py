@@ -47,7 +47,7 @@ class Totals:
 
 
 def totals(traces: Iterable[Trace]) -> Totals:
-    """Pooled sums. Times of steps that rows shared are divided among them."""
+    """Pooled sums. Times of prefill and steps that rows shared are divided among them, but for `first_s`."""
     out = Totals()
     for trace in traces:
         out += Totals(
@@ -62,7 +62,7 @@ def totals(traces: Iterable[Trace]) -> Totals:
             draft_s=sum(step.draft_s / step.active for step in trace.steps),
             verify_s=sum(step.verify_s / step.active for step in trace.steps),
             other_s=sum(step.other_s / step.active for step in trace.steps),
-            prefill_s=trace.prefill_s + trace.draft_prefill_s,
+            prefill_s=(trace.prefill_s + trace.draft_prefill_s) / (trace.steps[0].active if trace.steps else 1),
             first_s=trace.prefill_s + trace.draft_prefill_s + _seconds(trace.steps[:1]),
             texts=1,
         )
