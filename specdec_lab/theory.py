@@ -28,7 +28,7 @@ class VerifyCurve:
 
     def __call__(self, k: float) -> float:
         """T(k) / T(1), linear between measured k, and beyond the last one with its slope."""
-        if k <= self.ks[-1]:
+        if k <= self.ks[-1] or len(self.ks) == 1:
             return float(np.interp(k, self.ks, self.ratio))
         slope = (self.ratio[-1] - self.ratio[-2]) / (self.ks[-1] - self.ks[-2])
         return self.ratio[-1] + slope * (k - self.ks[-1])
@@ -36,6 +36,7 @@ class VerifyCurve:
 
 def measure_verify_curve(model: Model, ks: Sequence[int] = KS, context: int = 128, repeats: int = 7) -> VerifyCurve:
     """Time forward and head over k tokens behind `context` cached ones; the ks alternate, medians count."""
+    require("context", context, 1 <= context < model.context_length, f"1 … {model.context_length - 1}")
     ks = tuple(k for k in sorted({1, *ks}) if context + k <= model.context_length)
     cache = model.new_cache(1, context + max(ks))
     ids = torch.arange(context) % model.vocab_size
@@ -56,12 +57,12 @@ def measure_verify_curve(model: Model, ks: Sequence[int] = KS, context: int = 12
 def expected_tokens(alpha: float, draft_length: int) -> float:
     """τ of a chain: (1 − α^(γ+1)) / (1 − α), between 1 and γ + 1."""
     require("alpha", alpha, 0 <= alpha <= 1, "0 … 1")
+    require("draft_length", draft_length, draft_length >= 0, "an integer >= 0")
     return sum(alpha**i for i in range(draft_length + 1))
 
 
 def speedup(alpha: float, draft_length: int, c: float, curve: VerifyCurve | None = None) -> float:
     """Expected speed-up: τ / (γ c + T(γ + 1) / T(1)); without a curve, verification costs one forward."""
-    require("draft_length", draft_length, draft_length >= 0, "an integer >= 0")
     require("c", c, c >= 0, "a number >= 0")
     verify = 1.0 if curve is None else curve(draft_length + 1)
     return expected_tokens(alpha, draft_length) / (draft_length * c + verify)
