@@ -205,7 +205,8 @@ class Decoder:
         require("prefill_chunk", prefill_chunk, prefill_chunk >= 1, "an integer >= 1")
         self.main, self.tokenizer, self.chat, self.prefill_chunk = main, tokenizer, chat, prefill_chunk
         self.drafter = drafter if drafter is not None and draft_length > 0 else Drafter()
-        self.draft_length = draft_length
+        plain = type(self.drafter) is Drafter
+        self.draft_length = 0 if plain else draft_length  # what is never drafted is not planned either
         self.eos = tuple(eos) if eos is not None else _eos_of(tokenizer)
 
     def generate(self, prompt: str | Sequence[int], **settings: Any) -> Generation:
