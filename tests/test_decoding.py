@@ -127,7 +127,7 @@ def test_greedy_equals_transformers(
             assert all(fate == "accepted" for step in out.trace.steps for fate in step.fate)
         if name == "none" or draft_length == 0:
             assert drafted == 0
-            assert {step.next_kind for step in out.trace.steps} == {"plain"}
+            assert {(step.next_kind, step.planned) for step in out.trace.steps} == {("plain", 0)}
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -514,7 +514,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str, main: Mai
     decoder = Decoder(main.model, tokenizer=main.tokenizer)
     for call in (decoder.generate, lambda prompt, **how: next(decoder.stream(prompt, **how))):
         with pytest.raises(SettingError, match=message):
-            call("hello", **settings)  # type: ignore[operator]
+            call("hello", **settings)
 
 
 @pytest.mark.parametrize("draft_length", [-1, MAX_DRAFT + 1, 2.5])
