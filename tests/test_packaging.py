@@ -25,6 +25,7 @@ NOT_IMPORTED = {
     "accelerate": "transformers loads GGUF files through it",
     "gguf": "transformers parses GGUF files with it",
     "ipykernel": "runs the notebooks",
+    "ipywidgets": "progress bars and sliders in notebooks",
     "jupyterlab": "`make lab`",
     "mypy": "`make types`",
     "nbstripout": "`make lint`",

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
@@ -145,9 +146,8 @@ def write_notebook(path: Path, *sources: str) -> None:
 
 def copy_notebook(name: str, folder: Path, **parameters: object) -> str:
     """Put notebooks/`name` into `folder` with other parameters, as papermill would set them."""
-    notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-    assert any("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells), f"{name}: no parameters"
-    notebook.metadata.pop("papermill", None)
+    notebook = load_notebook_node(str(ROOT / "notebooks" / name))
+    assert any("parameters" in cell.metadata.tags for cell in notebook.cells)
     save_with_marker(parameterize_notebook(notebook, parameters), folder / name)
     return name
 
@@ -204,3 +204,27 @@ def test_an_error_is_found(lab: Lab, page: Page) -> None:
     run_all(page, lab, "broken.ipynb")
     (traceback,) = tracebacks(page).all_inner_texts()
     assert "ZeroDivisionError" in traceback
+
+
+def test_experiment_notebook(lab: Lab, page: Page, tmp_path: Path, tiny_folder: str, tiny_draft_folder: str) -> None:
+    """02_experiment, as it stands in git but for its parameters, runs to its end and draws every figure."""
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"p{n}", "task": "prose", "prompt": f"Tell me {n} things."} for n in range(3)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    name = copy_notebook(
+        "02_experiment.ipynb",
+        lab.folder,
+        main=tiny_folder,
+        draft=tiny_draft_folder,
+        task=str(prompts),
+        prompts=3,
+        max_new_tokens=8,
+        results=str(tmp_path / "results"),
+        figures=str(tmp_path / "figures"),
+    )
+    run_all(page, lab, name)
+    take_shot(page, "02_experiment")
+    assert tracebacks(page).all_inner_texts() == []
+    widths = drawn_figures(page)
+    assert len(widths) == len(list((tmp_path / "figures").glob("*.png"))) > 0
+    assert min(widths) > 100
