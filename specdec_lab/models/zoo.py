@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specdec_lab.drafting import Drafter, DraftModel, NGram
-from specdec_lab.errors import ModelError, UnknownName, require
+from specdec_lab.errors import ModelError, SettingError, UnknownName, require
 from specdec_lab.models.int8 import dequantise
 from specdec_lab.models.llama import FAMILY, LlamaModel
 from specdec_lab.models.protocol import Model
@@ -69,7 +69,7 @@ def load_drafter(name: str, main: Main) -> Drafter:
         return DraftModel(_load_bundled_draft(name, main), main.model.vocab_size)
     dtype = next(key for key, value in DTYPES.items() if value == main.model.dtype)
     model, tokenizer, _ = _load(_find(name), name, main.model.device, DTYPES[dtype])
-    check_vocabulary(tokenizer, main.tokenizer)
+    check_vocabulary((tokenizer, model.vocab_size), (main.tokenizer, main.model.vocab_size))
     return DraftModel(model, main.model.vocab_size)
 
 
@@ -80,9 +80,16 @@ def drafter_fingerprint(name: str) -> str:
     return fingerprint(_draft_folder(name) if name in RATIOS else _find(name))
 
 
-def check_vocabulary(draft: Any, main: Any) -> None:
-    """Raise ModelError unless both tokenizers map the same tokens to the same ids; names the first difference."""
-    ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (main, draft))
+def check_vocabulary(draft: tuple[Any, int], main: tuple[Any, int]) -> None:
+    """Raise ModelError unless both map the same tokens to the same ids; names the first difference.
+
+    draft, main: tokenizer and number of embedding rows. Padding may differ: ids without a row (transformers adds
+    an end-of-text token to some GGUF files), and the names [PAD123] that llama.cpp gives to rows without a token.
+    """
+    ours, theirs = (
+        {index: t for t, index in tokenizer.get_vocab().items() if index < rows and t != f"[PAD{index}]"}
+        for tokenizer, rows in (main, draft)
+    )
     for index in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(index), theirs.get(index)
         if a != b:
@@ -185,7 +192,10 @@ def _listing(path: Path) -> str:
 
 
 def _placement(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise SettingError("device", device, "cpu, cuda or another device that torch names") from error
     if where.type == "cuda" and not torch.cuda.is_available():
         require("device", device, False, "cpu; no CUDA device is there")
     if dtype is None:
