@@ -6,6 +6,7 @@ its config where that tells, and by a probe on the model's own weights where it 
 files nor text.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,6 +82,8 @@ class HuggingFaceModel:
         self.name = name
         self.device, self.dtype = self._placed()
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
+        named = inspect.signature(self._decoder.forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"  # the older name
         if self._head is None or self._decoder is model:
             raise self._error("its head cannot be called apart from its body")
         model.set_attn_implementation(self._attention())
@@ -118,9 +121,9 @@ class HuggingFaceModel:
             input_ids=tokens,
             attention_mask=self._masks(block),
             position_ids=block.positions.clamp(max=self.context_length - 1),  # padding may lie beyond it
-            past_key_values=_Past(cache, block, self._stored),
             use_cache=True,
             return_dict=True,
+            **{self._cache_argument: _Past(cache, block, self._stored)},
         )
         return cast(Tensor, output.last_hidden_state)
 
@@ -205,7 +208,7 @@ class HuggingFaceModel:
         logits = output.logits.float()
         if not logits.isfinite().all():
             raise self._error("its logits are not finite; the weights may be damaged")
-        self._learn(getattr(output, "past_key_values", None))
+        self._learn(getattr(output, "cache", None) or getattr(output, "past_key_values", None))
         hidden = self._decoder(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state
         if not self._close(self.logits(hidden), logits):
             raise self._error("its logits are not those of its head on the final hidden states")
