@@ -74,7 +74,7 @@ class OwnKernel(AsyncKernelManager):
     @property
     def kernel_spec(self) -> KernelSpec:
         """How to start the kernel."""
-        command = [sys.executable, "-m", "ipykernel_launcher", "--log-level=ERROR", "-f", "{connection_file}"]
+        command = [sys.executable, "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"]
         return KernelSpec(argv=command, display_name="Python 3", language="python", interrupt_mode="signal")
 
 

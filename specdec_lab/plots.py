@@ -46,7 +46,8 @@ TASKS = {"json": COLOURS[0], "code": COLOURS[1], "prose": COLOURS[2]}
 MARKERS = {"1:2": "o", "1:3": "s", "1:4": "D", "ngram": "^"}
 OTHERS = "vPX<>p*h"
 PARTS = {"draft": ("0.45", "////"), "verify": ("0.78", ""), "other": ("0.1", "")}
-FATES = {"accepted": "#7fbf9f", "recovered": "#f0b27a", "bonus": "#8fbfe8", "plain": "#d9d9d9"}
+FATES = {"accepted": "#cdeeda", "recovered": "#dd7a3c", "bonus": "#8ab8ea", "plain": "#ffffff"}  # four shades of grey
+EDGES = dict.fromkeys(FATES, "white") | {"plain": "0.5"}
 
 
 def style() -> Any:
@@ -144,6 +145,10 @@ def short(name: str, most: int = 14) -> str:
     return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most - most // 2 - 1) :]}"
 
 
+def _title(task: str) -> str:
+    return short(task, 24)
+
+
 def size_ratio(main: float, draft: float) -> str:
     """How much smaller a draft is, as "1:2.7"; a dash for a draft without parameters."""
     if not draft or not main or not np.isfinite([main, draft]).all():
@@ -194,7 +199,7 @@ def _panels(count: int, height: float, rows: int = 1, **shared: Any) -> tuple[Fi
     """A figure with `count` panels side by side, wrapped after three: axes [rows × lines, columns]."""
     columns = min(count, 3)
     lines = -(-count // columns)
-    fig = Figure(figsize=(4.6 if count == 1 else WIDTH, height * lines + 0.55), layout="constrained")
+    fig = Figure(figsize=(WIDTH, height * lines + 0.55), layout="constrained")
     axes = fig.subplots(rows * lines, columns, squeeze=False, **shared)
     if rows == 1:
         for ax in axes.flat[count:]:
@@ -252,8 +257,11 @@ def throughput(arms: pd.DataFrame) -> Figure:
             look = {"color": colours[task], "marker": markers[draft], "markeredgecolor": "white", "zorder": 3}
             ax.plot(x, y, color=colours[task], linewidth=0.8, alpha=0.6, zorder=2)
             ax.errorbar(x, y, **bars, **{**BAR, "markersize": 6.5}, **look, label=draft)
-        ax.set(title=short(task, 24), xlabel="acceptance probability α")
+        ax.set(title=_title(task), xlabel="acceptance probability α")
         ax.margins(0.12)
+        low, high = ax.get_xlim()
+        if high - low < 0.1:
+            ax.set_xlim(low - 0.05, high + 0.05)
         ax.xaxis.set_major_locator(MaxNLocator(5))
     for row in axes:
         row[0].set_ylabel("throughput (tokens/s)")
@@ -337,7 +345,7 @@ def speedup(arms: pd.DataFrame) -> Figure:
             middle = i * (len(lengths) + 1) + (len(lengths) - 1) / 2
             ax.annotate("\n".join(lines), (middle, 0), (0, -19), xycoords=("data", "axes fraction"),
                         textcoords="offset points", ha="center", va="top", fontsize=8)  # fmt: skip
-        ax.set(title=short(task, 24), xlim=(-0.8, len(drafts) * (len(lengths) + 1) - 1.2))
+        ax.set(title=_title(task), xlim=(-0.8, len(drafts) * (len(lengths) + 1) - 1.2))
         ax.grid(axis="x", visible=False)
         ax.tick_params(axis="x", length=2)
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
@@ -386,8 +394,7 @@ def acceptance_by_position(rows: pd.DataFrame) -> Figure:
     """
     kinds = {"of all drafted": _positions(rows, "drafted"), "of those tried": _positions(rows, "tried")}
     tasks, drafts = tasks_of(rows), drafts_of(rows)
-    width = 4.6 if len(tasks) == 1 else WIDTH
-    fig = Figure(figsize=(width, 4.3), layout="constrained")
+    fig = Figure(figsize=(WIDTH, 4.3), layout="constrained")
     axes = fig.subplots(2, len(tasks), sharex=True, sharey=True, squeeze=False)
     colours, markers = _colours(rows), _markers(rows)
     for row, (kind, table) in zip(axes, kinds.items(), strict=True):
@@ -405,7 +412,7 @@ def acceptance_by_position(rows: pd.DataFrame) -> Figure:
             ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
         row[0].set_ylabel(f"accepted, share\n{kind}")
     for ax, task in zip(axes[0], tasks, strict=True):
-        ax.set_title(short(task, 24))
+        ax.set_title(_title(task))
     for ax in axes[-1]:
         ax.set_xlabel("position in the draft")
     names = _keyed(rows)
@@ -494,7 +501,7 @@ def time_split(rows: pd.DataFrame) -> Figure:
     tasks, colours, markers = tasks_of(table), _colours(table), _markers(rows)
     arms = list(dict.fromkeys(zip(table.draft, table.draft_length, strict=True)))
     place = {arm: index + 0.5 * drafts_of(rows).index(arm[0]) for index, arm in enumerate(arms)}
-    fig, axes = _panels(len(tasks), 0.24 * (max(place.values()) + 1) + 0.85, sharex=True, sharey=True)
+    fig, axes = _panels(len(tasks), max(1.6, 0.24 * (max(place.values()) + 1) + 0.85), sharex=True, sharey=True)
     for ax, task in zip(axes.flat, tasks, strict=False):
         line = table[table.task == task]
         y = np.array([place[arm] for arm in zip(line.draft, line.draft_length, strict=True)], float)
@@ -509,11 +516,12 @@ def time_split(rows: pd.DataFrame) -> Figure:
             look = {"color": colours[task], "markeredgecolor": "white", "marker": markers[draft], "zorder": 4}
             ax.errorbar(line.tau[at], y[at], xerr=_errors(line[at], "tau"), **{**BAR, "markersize": 6.5}, **look)
         ax.axvline(1, color="0.2", linewidth=0.9, linestyle="--", zorder=1)
-        ax.set(title=short(task, 24), xlim=(0, None))
+        ax.set(title=_title(task), xlim=(0, None))
         ax.grid(axis="y", visible=False)
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes[0, 0].set_yticks(list(place.values()), [f"{short(draft, 12)}, {length}" for draft, length in arms])
-    axes[0, 0].invert_yaxis()
+    room = max(0.6, 1.5 - max(place.values()) / 2)
+    axes[0, 0].set_ylim(max(place.values()) + room, -room)
     for row in axes:
         row[0].set_ylabel("draft, draft length")
     fig.supxlabel("time of a step in steps of the plain loop, and tokens per step τ (95 % intervals)", fontsize=9)
@@ -559,7 +567,7 @@ def prediction(rows: pd.DataFrame, arms: pd.DataFrame, most: int = 16) -> Figure
             look = {"color": colours[task], "marker": markers[arm.draft], "zorder": 3}
             ax.errorbar([arm.draft_length], [arm.speculative_speedup], error, **BAR, **look)
         ax.axhline(1, color="0.2", linewidth=0.9, linestyle="--", zorder=1)
-        ax.set(title=short(task, 24), xlabel="draft length γ")
+        ax.set(title=_title(task), xlabel="draft length γ")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
     for row in axes:
@@ -587,39 +595,42 @@ def trace_strip(trace: Trace, decode: Callable[[int], str], lines: int = 14) -> 
     count = boxes[-1][1] + 1
     fig = Figure(figsize=(WIDTH, 0.21 * count + 0.42), layout="constrained")
     ax = fig.subplots()
-    ax.set(xlim=(0, COLUMNS), ylim=(count - 0.1, -0.15))
+    ax.set(xlim=(-PAD, COLUMNS), ylim=(count - 0.1, -0.15))
     ax.set_axis_off()
     for left, row, text, kind, first in boxes:
-        ax.barh(row + 0.4, len(text), 0.72, left, color=FATES[kind], edgecolor="white", linewidth=0.6)
-        ax.text(left + len(text) / 2, row + 0.42, text, fontsize=8, family="monospace", ha="center", va="center")
+        ax.barh(row + 0.4, len(text) + PAD, 0.72, left, color=FATES[kind], edgecolor=EDGES[kind], linewidth=0.8)
+        ax.text(
+            left + (len(text) + PAD) / 2, row + 0.42, text, fontsize=8, family="monospace", ha="center", va="center"
+        )
         if first:
-            ax.plot([left, left], [row, row + 0.8], color="black", linewidth=1.1)
-    keys: list[Any] = [Patch(facecolor=colour, label=kind) for kind, colour in FATES.items()]
+            ax.plot([left - PAD / 2] * 2, [row, row + 0.8], color="black", linewidth=1.0)
+    keys: list[Any] = [Patch(facecolor=FATES[kind], edgecolor=EDGES[kind], label=kind) for kind in FATES]
     keys.append(_key("|", "a step begins" if full else "a step begins (cut here)", color="black", markersize=9))
     _legend(fig, keys)
     return fig
 
 
-COLUMNS = 98  # characters of 8 pt monospace across a page
+COLUMNS, PAD = 97, 0.6  # characters of 8 pt monospace across a page, and those around a token
 
 
 def _boxes(
     trace: Trace, decode: Callable[[int], str], lines: int
-) -> tuple[list[tuple[int, int, str, str, bool]], bool]:
+) -> tuple[list[tuple[float, int, str, str, bool]], bool]:
     """(left, line, text, kind, whether a step begins) of each token, and whether all fitted."""
-    boxes: list[tuple[int, int, str, str, bool]] = []
-    left = row = 0
+    boxes: list[tuple[float, int, str, str, bool]] = []
+    left, row = 0.0, 0
     for step in trace.steps:
         kinds = ["accepted"] * len(step.accepted) + [step.next_kind]
         tokens = [*step.accepted, step.next_token][: step.emitted]
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
             text = _printable(decode(token))
-            if left + len(text) > COLUMNS:
-                left, row = 0, row + 1
+            left += PAD if index == 0 and left else 0
+            if left + len(text) + PAD > COLUMNS:
+                left, row = 0.0, row + 1
             if row == lines:
                 return boxes, False
             boxes.append((left, row, text, kind, index == 0))
-            left += len(text)
+            left += len(text) + PAD
     return boxes, True
 
 
@@ -665,12 +676,13 @@ def reading_throughput(arms: pd.DataFrame) -> str:
         line = table[table.task == task]
         fastest, closest = _best(line, "throughput"), _best(line, "acceptance_probability")
         if fastest is None:
-            said.append(f"**{task}**: nothing was decoded")
+            said.append(f"**{_title(task)}**: nothing was decoded")
             continue
         plain = arms[(arms.task == task) & (arms.draft == "none")].throughput.dropna()
         beside = f" against {plain.min():.1f} … {plain.max():.1f} of the plain loop" if len(plain) > 1 else ""
         beside = f" against {plain.iloc[0]:.1f} of the plain loop" if len(plain) == 1 else beside
-        text = f"**{task}**: {_arm(fastest)} is fastest with {with_interval(fastest, 'throughput', 1)} tokens/s{beside}"
+        speed = with_interval(fastest, "throughput", 1)
+        text = f"**{_title(task)}**: {_arm(fastest)} is fastest with {speed} tokens/s{beside}"
         if closest is not None:
             same = (closest.draft, closest.draft_length) == (fastest.draft, fastest.draft_length)
             alpha = with_interval(closest, "acceptance_probability")
@@ -700,7 +712,9 @@ def reading_speedup(arms: pd.DataFrame) -> str:
     for task in tasks_of(table):
         best = _best(table[table.task == task], "speculative_speedup")
         if best is not None:
-            said.append(f"**{task}**: best is {_arm(best)}, {with_interval(best, 'speculative_speedup', unit='×')}")
+            said.append(
+                f"**{_title(task)}**: best is {_arm(best)}, {with_interval(best, 'speculative_speedup', unit='×')}"
+            )
     return ". ".join([*said, reading_prediction(arms)])
 
 
@@ -717,7 +731,7 @@ def reading_prediction(arms: pd.DataFrame) -> str:
     agrees = agrees if known.speculative_speedup_low.notna().any() else ""
     return (
         f"The prediction {agrees}is off by {off.abs().median():.0%} in the median, at most by {off[worst.name]:+.0%} "
-        f"({worst.task}, {_arm(worst)})."
+        f"({_title(worst.task)}, {_arm(worst)})."
     )
 
 
@@ -727,15 +741,15 @@ def reading_break_even(rows: pd.DataFrame, arms: pd.DataFrame) -> str:
     for arm in _arms(arms, "acceptance_probability", "draft_cost_ratio").itertuples():
         known = _theory(rows, arm)
         if known is None:
-            said.append(f"**{arm.task}**: {_arm(arm)} drafted nothing, so there is no prediction.")
+            said.append(f"**{_title(arm.task)}**: {_arm(arm)} drafted nothing, so there is no prediction.")
             continue
         alpha, c, curve = known
         from_alpha = break_even(int(arm.draft_length), c, curve)
         pays = "at no α" if from_alpha is None else f"above α = {from_alpha:.2f}"
         best = best_draft_length(alpha, c, curve)
         said.append(
-            f"**{arm.task}**: {_arm(arm)} pays {pays}; α is {with_interval(arm, 'acceptance_probability')} and c "
-            f"{c:.2f}. Theory expects {number(arm.predicted_speedup)}×, measured is "
+            f"**{_title(arm.task)}**: {_arm(arm)} pays {pays}; α is {with_interval(arm, 'acceptance_probability')} "
+            f"and c {c:.3f}. Theory expects {number(arm.predicted_speedup)}×, measured is "
             f"{with_interval(arm, 'speculative_speedup', unit='×')}; it calls γ = {best} best, with "
             f"{speedup_of(alpha, best, c, curve):.2f}×."
         )
@@ -748,7 +762,7 @@ def reading_positions(rows: pd.DataFrame) -> str:
     for task in tasks_of(rows):
         line = tried[(tried.task == task) & tried.value.notna()]
         if line.empty:
-            said.append(f"**{task}**: nothing was drafted")
+            said.append(f"**{_title(task)}**: nothing was drafted")
             continue
         goes = []
         for draft, values in line.groupby("draft", sort=False):
@@ -758,7 +772,7 @@ def reading_positions(rows: pd.DataFrame) -> str:
             )
             change = f"clearly {change}" if change else "no clear change"
             goes.append(f"{short(str(draft))} {first.value:.2f} → {last.value:.2f} ({change})")
-        said.append(f"**{task}**: {', '.join(goes)}")
+        said.append(f"**{_title(task)}**: {', '.join(goes)}")
     return (
         f"Of the tokens tried at a position, this share stays, at the first → at the last one: {'; '.join(said)}. "
         "Where it stays level, one α describes all positions."
@@ -771,9 +785,11 @@ def reading_verify(rows: pd.DataFrame) -> str:
     median, spread = curves.median(axis=1), (curves.max(axis=1) - curves.min(axis=1)).max()
     told = [k for k in (3, 5, 9) if k in median.index] or list(median.index[-1:])
     costs = ", ".join(f"{k} tokens cost {median[k]:.2f}×" for k in told)
+    times = curves.shape[1]
+    measured = "measured once" if times == 1 else f"median of {times} measurements, up to {spread:.2f} apart"
     return (
-        f"In one forward {costs} what one token costs (median of {curves.shape[1]} measurements, which differ by up "
-        f"to {spread:.2f}); a draft pays only when it brings more tokens than that, and than its own time."
+        f"In one forward {costs} what one token costs ({measured}); a draft pays only when its step brings more tokens "
+        "than that and its own time together."
     )
 
 
@@ -783,13 +799,13 @@ def reading_time_split(rows: pd.DataFrame) -> str:
     for task in tasks_of(table):
         best = _best(table[table.task == task], "gain")
         if best is None:
-            said.append(f"**{task}**: nothing was decoded")
+            said.append(f"**{_title(task)}**: nothing was decoded")
             continue
         verb = "faster" if best.gain_low > 1 else "slower" if best.gain_high < 1 else "undecided"
         parts = ", ".join(f"{part} {getattr(best, f'{part}_time'):.2f}" for part in PARTS)
         said.append(
-            f"**{task}**: a step of {_arm(best)}, its best, takes {best.cost:.2f} plain steps of time ({parts}) and "
-            f"emits {best.tau:.2f} tokens: {with_interval(best, 'gain', unit='×')}, {verb}"
+            f"**{_title(task)}**: a step of {_arm(best)}, its best, takes {best.cost:.2f} plain steps of time "
+            f"({parts}) and emits {best.tau:.2f} tokens: {with_interval(best, 'gain', unit='×')}, {verb}"
         )
     return ". ".join(said) + "."
 
@@ -814,7 +830,7 @@ def sweep_table(arms: pd.DataFrame) -> pd.DataFrame:
     table = table.sort_values("task", key=lambda x: x.map(order), kind="stable")
     return pd.DataFrame(
         {
-            "task": table.task,
+            "task": [_title(task) for task in table.task],
             "draft": table.draft.map(short),
             "length": table.draft_length,
             "speed-up (95 % interval)": [
@@ -843,6 +859,12 @@ def metrics_table(summary: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(out, columns=["metric", "value", "95 % interval", "unit", "formula"])
 
 
+def as_markdown(table: pd.DataFrame) -> str:
+    """A table of texts as Markdown, nothing cut off."""
+    lines = [list(table.columns), ["---"] * table.shape[1], *table.astype(str).to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 def verdict(rows: pd.DataFrame, arms: pd.DataFrame, draft: str = "1:3") -> str:
     """Markdown: per task, whether `draft` is the best one, by paired comparison with every other draft.
 
@@ -856,7 +878,7 @@ def verdict(rows: pd.DataFrame, arms: pd.DataFrame, draft: str = "1:3") -> str:
         best = {name: _best(line[line.draft == name], "speculative_speedup") for name in drafts_of(line)}
         best = {name: row for name, row in best.items() if row is not None}
         if not best:
-            lines.append(f"* **{task}**: undecided, nothing was measured.")
+            lines.append(f"* **{_title(task)}**: undecided, nothing was measured.")
             continue
         ours = best.get(draft) or max(best.values(), key=lambda row: row.speculative_speedup)
         found = {
@@ -874,7 +896,7 @@ def verdict(rows: pd.DataFrame, arms: pd.DataFrame, draft: str = "1:3") -> str:
         faster, slower, _ = _decided(line.loc[[ours.Index]])
         plain = "faster" if faster else "slower" if slower else "neither faster nor slower for certain"
         lines.append(
-            f"* **{task}**: {_arm(ours)} is **{judged if found else 'alone'}**. "
+            f"* **{_title(task)}**: {_arm(ours)} is **{judged if found else 'alone'}**. "
             + f"It is {plain} than the plain loop, {over}"
             + (f", and {', '.join(said)}." if said else ".")
         )
