@@ -221,7 +221,7 @@ def test_a_token_less_is_no_padding(main: Main, broken: Path) -> None:
 def test_unknown_names_list_what_there_is(name: str, main: Main) -> None:
     for load in (load_main, lambda name: load_drafter(name, main), drafter_fingerprint):
         with pytest.raises(ModelError, match=rf"no model '{name}'.*bundled.*1:2, 1:3, 1:4, ngram, none"):
-            load(name)  # type: ignore[operator]
+            load(name)
 
 
 def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_damaged_folders(damage: Callable[[Path], None], broken: Path, main: Mai
     damage(broken)
     for load in (load_main, lambda name: load_drafter(name, main)):
         with pytest.raises(ModelError, match=f"cannot load a causal language model from {broken}"):
-            load(str(broken))  # type: ignore[operator]
+            load(str(broken))
 
 
 def test_missing_tensors(broken: Path) -> None:
@@ -283,7 +283,7 @@ def test_weights_that_are_not_finite(value: float, broken: Path, main: Main) -> 
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     for load in (load_main, lambda name: load_drafter(name, main)):
         with pytest.raises(ModelError, match=r"not finite: model\.layers\.0\.mlp\.down_proj\.weight holds NaN or inf"):
-            load(str(broken))  # type: ignore[operator]
+            load(str(broken))
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no model", b"GGUF" + bytes(60)])
