@@ -1,0 +1,257 @@
+"""Intervals for ratios of sums: a paired bootstrap over prompts. Knows numbers; not what they measure.
+
+Prompts are resampled with replacement, all columns of a prompt together, so that what a prompt does to both
+sides of a ratio cancels. Percentile intervals are too narrow for a dozen prompts; the percentiles are widened
+as Hesterberg proposes (1411.5279, "expanded percentile interval").
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+
+from specdec_lab import metrics, theory
+from specdec_lab.errors import DataError, UnknownName, require
+from specdec_lab.metrics import METRICS, Totals
+from specdec_lab.trace import Trace
+
+Formula = Callable[[Totals, Totals], float | None]  # of an arm and its baseline
+RESAMPLES = 2000
+LEAST = 5  # prompts; fewer say too little about how prompts vary
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value over all prompts and its interval; low and high are NaN below LEAST prompts, value where undefined."""
+
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval."""
+        return bool(np.isfinite(self.low) and np.isfinite(self.high))
+
+
+def resampled_sums(
+    columns: Mapping[str, ArrayLike], resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, NDArray[np.float64]]:
+    """Sums over prompts of each column [prompts]: [1 + resamples], the plain sum first, then the resampled ones.
+
+    Every column is resampled by the same draws. NaN counts as nothing. Raises SettingError for columns of
+    different lengths or without prompts, and for resamples < 1.
+    """
+    names = list(columns)
+    values = [np.nan_to_num(np.asarray(columns[name], dtype=np.float64)) for name in names]
+    counts = sorted({column.size for column in values})
+    require("columns", counts, len(counts) == 1 and counts[0] > 0, "columns of one length, with a prompt at least")
+    require("resamples", resamples, resamples >= 1, "an integer >= 1")
+    prompts = counts[0]
+    times = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), resamples)
+    weights = np.vstack([np.ones((1, prompts)), times.astype(np.float64)])  # [1 + resamples, prompts]
+    sums = weights @ np.stack(values, 1)  # [1 + resamples, columns]
+    return {name: sums[:, index] for index, name in enumerate(names)}
+
+
+def interval(samples: ArrayLike, prompts: int, level: float = 0.95) -> Interval:
+    """The interval of a formula's samples [1 + resamples], as `resampled_sums` orders them; NaN is undefined."""
+    require("level", level, 0 < level < 1, "0 < level < 1")
+    nan, values = float("nan"), np.asarray(samples, dtype=np.float64)
+    resampled = values[1:][np.isfinite(values[1:])]
+    if prompts < LEAST or not np.isfinite(values[0]) or not resampled.size:
+        return Interval(float(values[0]), nan, nan, prompts)
+    tail = _tail(prompts, level)
+    low, high = np.quantile(resampled, [tail, 1 - tail])
+    return Interval(float(values[0]), float(low), float(high), prompts)
+
+
+def ratio_interval(
+    numerators: ArrayLike,
+    denominators: ArrayLike,
+    baseline_numerators: ArrayLike | None = None,
+    baseline_denominators: ArrayLike | None = None,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    level: float = 0.95,
+) -> Interval:
+    """(Σ numerators / Σ denominators), over the same of a baseline where one is given; each [prompts], paired."""
+    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    columns: dict[str, ArrayLike] = {"a": top, "b": bottom}
+    columns["c"] = np.ones_like(top) if baseline_numerators is None else baseline_numerators
+    columns["d"] = np.ones_like(top) if baseline_denominators is None else baseline_denominators
+    sums = resampled_sums(columns, resamples, seed)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return interval(sums["a"] / sums["b"] / (sums["c"] / sums["d"]), top.size, level)
+
+
+def _tail(prompts: int, level: float) -> float:
+    """The share to cut off on each side: Φ(−√(n/(n − 1)) t), t the quantile of Student's t at n − 1 degrees."""
+    z, nu = NormalDist().inv_cdf(0.5 + level / 2), prompts - 1
+    # Cornish-Fisher expansion of the t quantile (Abramowitz & Stegun 26.7.5)
+    terms = (
+        (z**3 + z) / (4 * nu),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * nu**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * nu**3),
+    )
+    return NormalDist().cdf(-((prompts / nu) ** 0.5) * (z + sum(terms)))
+
+
+# ---- tables of results (rows as experiment.load gives them)
+
+
+def _alone(formula: Callable[[Totals], float | None]) -> Formula:
+    return lambda t, plain: formula(t)
+
+
+CONTEXT = ("part", "main", "task", "draft", "draft_length")
+SIZES = ("main_parameters", "main_body_parameters", "draft_parameters", "draft_body_parameters")
+SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "device")
+MACHINE = ("dtype", "threads", "cpu", "gpu", "commit")
+TOTALS = tuple(field.name for field in fields(Totals))
+ALONE = (
+    metrics.throughput,
+    metrics.end_to_end_throughput,
+    metrics.time_to_first_token,
+    metrics.tokens_per_main_forward,
+    metrics.draft_acceptance_rate,
+    metrics.acceptance_probability,
+    metrics.expected_acceptance,
+    metrics.coverage,
+    metrics.overhead_share,
+)
+AGAINST = (metrics.speculative_speedup, metrics.end_to_end_speedup, metrics.draft_cost_ratio)
+FORMULAS: dict[str, Formula] = {
+    **{formula.__name__: formula for formula in AGAINST},
+    **{formula.__name__: _alone(formula) for formula in ALONE},
+}
+BY_POSITION = {"acceptance_by_position": "drafted_at", "acceptance_by_position_conditional": "tried_at"}
+
+
+def prompt_sums(rows: pd.DataFrame) -> pd.DataFrame:
+    """Sums over repeats of every column of Totals, and of the baseline's: one row per (task, id, text's hash)."""
+    columns = [*TOTALS, *(f"baseline_{name}" for name in TOTALS)]
+    return rows.groupby(["task", "prompt_id", "prompt_sha"])[columns].sum().astype(float)
+
+
+def _resampled_totals(sums: pd.DataFrame, resamples: int, seed: int) -> list[tuple[Totals, Totals]]:
+    """(arm, baseline) of all prompts, then of each resample."""
+    drawn = resampled_sums({name: sums[name] for name in sums}, resamples, seed)
+    ours, plain = (
+        [Totals(*values) for values in np.stack([drawn[prefix + name] for name in TOTALS], 1).tolist()]
+        for prefix in ("", "baseline_")
+    )
+    return list(zip(ours, plain, strict=True))
+
+
+def _apply(formula: Formula, pairs: Sequence[tuple[Totals, Totals]]) -> NDArray[np.float64]:
+    return np.array([formula(t, plain) for t, plain in pairs], dtype=np.float64)  # None becomes NaN
+
+
+def summary(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> pd.DataFrame:
+    """One row per part and arm, the baseline among them: each metric, and its 95 % interval in _low and _high.
+
+    Parts are never pooled, so a row stands for one setting on one machine; a setting that differs between parts
+    is a column. same_as_baseline: share of greedy replies equal to the baseline's, token for token.
+    predicted_speedup: theory.speedup of the measured α, c and verify-cost curve. NaN where undefined.
+    """
+    differing = [name for name in (*SETTINGS, *MACHINE) if name in rows and rows[name].nunique(dropna=False) > 1]
+    return pd.DataFrame(
+        _line(group, [*CONTEXT, *differing, *SIZES], resamples, seed)
+        for _, group in rows.groupby(["part", "draft", "draft_length"], sort=False)
+    )
+
+
+def _line(rows: pd.DataFrame, context: Sequence[str], resamples: int, seed: int) -> dict[str, Any]:
+    first, sums = rows.iloc[0], prompt_sums(rows)
+    line = {name: first[name] for name in context} | {"prompts": len(sums)}
+    pairs = _resampled_totals(sums, resamples, seed)
+    found = {name: interval(_apply(formula, pairs), len(sums)) for name, formula in FORMULAS.items()}
+    for name in ("quality", "repetition"):  # means over texts
+        known = rows.groupby("prompt_id")[name].agg(["sum", "count"])  # a reply without a value counts as none
+        found[name] = ratio_interval(known["sum"], known["count"], resamples=resamples, seed=seed)
+    for name, got in found.items():
+        line |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+    line |= {name: _share(rows["accepted_at"], rows[below]) for name, below in BY_POSITION.items()}
+    traces, plain = ([Trace(0, memory_bytes=m) for m in rows[c]] for c in ("memory_bytes", "baseline_memory_bytes"))
+    line |= {name: METRICS[name].of(traces, plain) for name in ("peak_memory", "memory_growth")}
+    same = rows.same_as_baseline.dropna()
+    line["same_as_baseline"] = float(same.astype(float).mean()) if len(same) else float("nan")
+    return line | {"predicted_speedup": _predicted(first, line)}
+
+
+def _share(above: pd.Series, below: pd.Series) -> list[float]:
+    """Σ above / Σ below at each position, as metrics.acceptance_by_position; the columns hold lists."""
+    sums = [pd.DataFrame(column.tolist()).sum().to_numpy() for column in (above, below)]
+    return [float(a / b) for a, b in zip(*sums, strict=True) if b]
+
+
+def _predicted(first: pd.Series, line: dict[str, Any]) -> float:
+    alpha, c = line["acceptance_probability"], line["draft_cost_ratio"]
+    if not np.isfinite([alpha, c]).all():
+        return float("nan")
+    curve = theory.VerifyCurve(*(tuple(first[f"verify_{name}"]) for name in ("k", "ratio", "seconds")))
+    return theory.speedup(alpha, int(first.draft_length), c, curve)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """a over b: ratio of a metric and its interval."""
+
+    metric: str
+    ratio: float
+    low: float
+    high: float
+    prompts: int
+
+    @property
+    def verdict(self) -> str:
+        """ "higher" or "lower", speaking of a; "undecided" when the interval holds 1 or does not exist."""
+        return "higher" if self.low > 1 else "lower" if self.high < 1 else "undecided"
+
+    def __str__(self) -> str:
+        words = {"throughput": {"higher": "a is faster", "lower": "a is slower"}}.get(self.metric, {})
+        says = words.get(self.verdict, self.verdict if self.verdict == "undecided" else f"a is {self.verdict}")
+        bounds = f"95 % interval {self.low:.3f} … {self.high:.3f}, {self.prompts} prompts"
+        return f"{self.metric} of a over b: {self.ratio:.3f} ({bounds}): {says}"
+
+
+def compare(
+    a: pd.DataFrame, b: pd.DataFrame, value: str = "throughput", *, resamples: int = RESAMPLES, seed: int = 0
+) -> Comparison:
+    """Is a faster than b? The ratio of a metric between two arms, by a bootstrap over prompts, paired.
+
+    a, b: rows of one arm each, e.g. rows[rows.draft == "1:3"]; value: a metric of FORMULAS. Arms of one part ran
+    side by side; for parts measured at different times "speculative_speedup" takes each over its own baseline.
+    Raises UnknownName for the metric, DataError when a or b holds several arms or the prompts differ.
+    """
+    if value not in FORMULAS:
+        raise UnknownName("metric to compare", value, FORMULAS)
+    for name, rows in (("a", a), ("b", b)):
+        arms = rows.groupby(["main", "draft", "draft_length"]).size().index.tolist()
+        if len(arms) != 1:
+            raise DataError(f"{name} holds {len(arms)} arms, compare takes one: {arms[:8]}")
+        if rows.groupby("task").part.nunique().max() > 1:
+            raise DataError(f"{name} mixes parts with different settings; pick one by the column `part`")
+    left, right = prompt_sums(a), prompt_sums(b)
+    if set(left.index) != set(right.index):
+        only = ((n, sorted(x.index.difference(y.index))) for n, x, y in (("a", left, right), ("b", right, left)))
+        lacking = "; ".join(f"only in {n}: {', '.join(_names(x))}" for n, x in only if x)
+        raise DataError(f"a and b hold different prompts and cannot be paired; {lacking}")
+    ours, theirs = (  # the same seed draws the same prompts for both
+        _apply(FORMULAS[value], _resampled_totals(sums.loc[left.index], resamples, seed)) for sums in (left, right)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        got = interval(ours / theirs, len(left))
+    return Comparison(value, got.value, got.low, got.high, got.prompts)
+
+
+def _names(index: Sequence[tuple[str, str, str]]) -> list[str]:
+    shown = [f"{prompt} ({task}, text {sha[:6]})" for task, prompt, sha in index[:12]]
+    return shown + [f"and {len(index) - 12} more"] if len(index) > 12 else shown
