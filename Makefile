@@ -19,6 +19,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## virtual environment in .venv with everything installed
+	@:
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -33,6 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 model: $(MODEL)  ## the bundled main model, fetched once
+	@:
 
 $(MODEL): $(READY)
 	$(BIN)/specdec-lab models fetch
