@@ -207,18 +207,18 @@ def _evaluate(args: argparse.Namespace) -> Any:
     from specdec_lab.tasks import load_prompts
 
     rows = load_prompts(args.prompts, args.limit)
-    main_model, decoder, plain = _decoders(args)
+    _, decoder, plain = _decoders(args)
     settings = _settings(args)
     ids = [plain.encode(row.prompt) for row in rows]
     made: list[tuple[Any, Any]] = []  # (plain, drafting) generations
-    for row, pair in zip(rows, alternate([plain, decoder], ids, **settings), strict=True):
-        made.append((pair[0], pair[1]))
+    for row, ((_, without), (_, drafted)) in zip(rows, alternate([plain, decoder], ids, **settings), strict=True):
+        made.append((without, drafted))
         if sys.stderr.isatty():
             print(f"\r{len(made)} of {len(rows)}", end="", file=sys.stderr)
         if args.save_tokens:
             mode = "a" if len(made) > 1 else "w"
             with open(args.save_tokens, mode, encoding="utf-8") as file:
-                file.write(json.dumps({"id": row.id, "tokens": pair[1].tokens}) + "\n")
+                file.write(json.dumps({"id": row.id, "tokens": drafted.tokens}) + "\n")
 
     def metrics_of(chosen: Sequence[int]) -> dict[str, Any]:
         return summarise([made[i][1].trace for i in chosen], [made[i][0].trace for i in chosen])

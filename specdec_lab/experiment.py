@@ -269,32 +269,50 @@ def run_block(
 def _measure(
     block: Block, main: Any, drafters: Mapping[str, Drafter], models: Models, tick: Callable[[int], object]
 ) -> list[dict[str, Any]]:
-    """Prompt by prompt, the baseline and every arm in an order that rotates; a warm-up of each is not recorded."""
+    """The block's rows: every prompt and repeat, the baseline and every arm."""
     baseline = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos)
-    sides: list[tuple[Arm | None, Decoder]] = [(None, baseline)]
-    for with_draft in block.arms:
-        decoder = Decoder(main.model, drafters[with_draft.draft], with_draft.draft_length, main.tokenizer, eos=main.eos)
-        sides.append((with_draft, decoder))
+    arms: list[Arm | None] = [None, *block.arms]
+    decoders = [baseline]
+    for arm in block.arms:
+        decoders.append(Decoder(main.model, drafters[arm.draft], arm.draft_length, main.tokenizer, eos=main.eos))
     ids = [baseline.encode(prompt.prompt) for prompt in block.chosen]
     settings = {**asdict(block.sampling), "max_new_tokens": block.max_new_tokens}
-    for _, decoder in sides:
-        decoder.generate(ids[0], **{**settings, "max_new_tokens": min(WARM_UP, block.max_new_tokens)})
     rows = []
     for repeat in range(block.repeats):
-        for index, (prompt, tokens) in enumerate(zip(block.chosen, ids, strict=True)):
-            first = (index + repeat) % len(sides)
-            runs = []
-            for arm, decoder in sides[first:] + sides[:first]:
-                runs.append((arm, decoder.generate(tokens, seed=block.seed + repeat, **settings)))
-                tick(1)
-            plain = next(made for arm, made in runs if arm is None)
-            for order, (arm, made) in enumerate(runs):
+        sides = alternate(decoders, ids, repeat, tick, seed=block.seed + repeat, **settings)
+        for prompt, tokens, runs in zip(block.chosen, ids, sides, strict=True):
+            plain = runs[0][1]
+            for of, (order, made) in zip(arms, runs, strict=True):
                 quality = models.score(prompt, tokens, made)
                 about = {"prompt_id": prompt.id, "prompt_sha": prompt_sha(prompt), "kind": prompt.kind}
                 run = {"repeat": repeat, "order": order, "quality": quality.value}
-                same = _sameness(made.tokens, plain.tokens) if arm and block.sampling.greedy else {}
-                rows.append({**_arm_columns(arm), **about, **run, **same, **_counts(made)})
+                same = _sameness(made.tokens, plain.tokens) if of and block.sampling.greedy else {}
+                rows.append({**_arm_columns(of), **about, **run, **same, **_counts(made)})
     return rows
+
+
+def alternate(
+    decoders: Sequence[Decoder],
+    prompts: Sequence[Sequence[int]],
+    shift: int = 0,
+    tick: Callable[[int], object] = lambda count: None,
+    **settings: Any,
+) -> Iterator[list[tuple[int, Generation]]]:
+    """Decode each prompt by every decoder, back to back, in an order that rotates from prompt to prompt.
+
+    Yields per prompt (place in the order, generation) for each decoder. A short warm-up of each comes first and is
+    not part of it. shift: where the rotation starts. settings: as Decoder.stream.
+    """
+    short = {**settings, "max_new_tokens": min(WARM_UP, settings.get("max_new_tokens", WARM_UP))}
+    for decoder in decoders:
+        decoder.generate(prompts[0], **short)
+    for index, prompt in enumerate(prompts):
+        made: dict[int, tuple[int, Generation]] = {}
+        for order in range(len(decoders)):
+            side = (index + shift + order) % len(decoders)
+            made[side] = order, decoders[side].generate(prompt, **settings)
+            tick(1)
+        yield [made[side] for side in range(len(decoders))]
 
 
 def _arm_columns(arm: Arm | None) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def test_a_broken_prompts_file_names_file_and_line(
     prompts.write_text(prompts.read_text() + "{broken\n")
     code, _, err = run(capsys, "evaluate", "--main", tiny_folder, "--prompts", str(prompts))
     assert code == 1
-    assert f"{prompts}:4" in err
+    assert f"{prompts}, line 4" in err
 
 
 def test_unknown_option_is_bad_usage() -> None:
