@@ -79,7 +79,7 @@ def test_the_empty_drafter_proposes_nothing() -> None:
     [
         ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3]),  # what followed 1 2 3
         ([5, 3, 8, 1, 2, 3, 9, 7, 3, 6, 4, 2, 3], [9, 7, 3, 6]),  # 2 3 beats the later 3 alone
-        ([3, 5, 1, 3, 6, 1, 3], [6, 1, 3]),  # the most recent 1 3
+        ([1, 3, 5, 1, 3, 6, 1, 3], [6, 1, 3]),  # the most recent 1 3
         ([1, 2, 3, 4], []),
         ([7, 7], [7]),
         ([7], []),

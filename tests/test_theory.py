@@ -96,7 +96,7 @@ def test_the_measured_curve(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -
     clock, fed = [0.0], []
     forward = model.forward
 
-    def counted(tokens, cache, parents=None):  # type: ignore[no-untyped-def]
+    def counted(tokens, cache, parents=None):
         clock[0] += 2 + tokens.shape[1]
         fed.append((tokens.shape[1], cache.lengths[0]))
         return forward(tokens, cache, parents)
