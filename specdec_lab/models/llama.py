@@ -169,5 +169,6 @@ def _check(config: Any) -> None:
     if config.hidden_act != "silu":
         raise ModelError(f"hidden_act = {config.hidden_act!r}: the lean decoder computes silu")
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") == "dynamic":
-        raise ModelError("rope_type = 'dynamic': frequencies that change with length cannot stay in a cache")
+    kind = rope.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ModelError(f"rope_type = {kind!r}: frequencies that change with length cannot stay in a cache")
