@@ -365,8 +365,10 @@ def save_draft(draft: Any, main_sha256: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {f"model.{k}": v for k, v in draft.state_dict().items() if not k.startswith("embed_tokens")}
     save_file(quantise(weights), folder / "model.safetensors", metadata={"main_sha256": main_sha256})
-    config = draft.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True, default=str) + "\n")
+    config = draft.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def distill(
