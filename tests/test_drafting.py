@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec_lab.decoding import Decoder
 from specdec_lab.drafting import Drafter, DraftModel, NGram, Row, Tree, chains
 from specdec_lab.errors import SettingError
+from specdec_lab.models.feed import feed
 from specdec_lab.models.llama import LlamaModel
 from specdec_lab.sampling import Sampling, distribution
 
@@ -152,6 +153,17 @@ def test_drafted_tokens_follow_q() -> None:
     assert (counts[q == 0] == 0).all()
     allowed = q[q > 0].double()
     assert stats.chisquare(counts[q > 0].numpy(), (allowed / allowed.sum() * n).numpy()).pvalue > 1e-4
+
+
+def test_feeding_in_chunks_returns_each_rows_last_state() -> None:
+    model, rows = tiny(0), [text(1, 2), text(2, 11), text(3, 5)]
+    cache = model.new_cache(3, 16)
+    last = feed(model, cache, rows, chunk=3)
+    assert last is not None
+    assert cache.lengths == [2, 11, 5]
+    for tokens, hidden in zip(rows, last, strict=True):
+        torch.testing.assert_close(model.logits(hidden), logits_after(model, tokens), atol=1e-4, rtol=1e-4)
+    assert feed(model, cache, [[], [], []]) is None
 
 
 class Watched(DraftModel):

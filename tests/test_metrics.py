@@ -47,12 +47,12 @@ FIRST = Trace(
     finish="eos",
     memory_bytes=300,
 )
-# A step without draft, shared with another row of the batch; then one whose only drafted token is rejected.
+# A step whose drafter found nothing, shared with another row of the batch; then one whose only token is rejected.
 SECOND = Trace(
     prompt_tokens=3,
     prefill_s=0.5,
     steps=[
-        step(verify_s=0.1, other_s=0.05, active=2),
+        step(draft_s=0.06, verify_s=0.1, other_s=0.05, active=2),
         step("r", (0.5,), draft_s=0.1, verify_s=0.2),
     ],
     tokens=[4, 5],
@@ -67,7 +67,8 @@ PLAIN = Trace(
     finish="length",
     memory_bytes=200,
 )
-DECODE_S = 0.4 + 0.2 + 0.1 + (0.2 + 0.2 + 0.1 / 2 + 0.2) + (0.02 + 0.03 + 0.05 / 2)
+DRAFT_S = 0.4 + 0.2 + 0.06 / 2 + 0.1
+DECODE_S = DRAFT_S + (0.2 + 0.2 + 0.1 / 2 + 0.2) + (0.02 + 0.03 + 0.05 / 2)
 PREFILL_S = 1.5 + 0.5 / 2  # SECOND's was shared by two rows
 EXPECTED: dict[str, Any] = {
     "draft_acceptance_rate": 4 / 7,
@@ -78,11 +79,11 @@ EXPECTED: dict[str, Any] = {
     "tokens_per_main_forward": 7 / 4,  # 4 accepted + 4 next tokens would be 8: one lies past EOS
     "coverage": 7 / 9,
     "throughput": 7 / DECODE_S,
-    "time_to_first_token": ((1.5 + 0.62) + (0.5 + 0.15)) / 2,  # each user waits for the whole shared step
+    "time_to_first_token": ((1.5 + 0.62) + (0.5 + 0.21)) / 2,  # each user waits for the whole shared step
     "overhead_share": 0.075 / DECODE_S,
     "speculative_speedup": (7 / DECODE_S) / (7 / (7 * 0.26)),
     "end_to_end_speedup": (7 / (DECODE_S + PREFILL_S)) / (7 / (7 * 0.26 + 1.0)),
-    "draft_cost_ratio": (0.7 / 7) / 0.25,
+    "draft_cost_ratio": (DRAFT_S / 7) / 0.25,
     "repetition": 0.5,  # FIRST has two 4-grams, equal; SECOND is too short to have any
     "peak_memory": 300,
     "memory_growth": 0.5,

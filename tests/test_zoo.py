@@ -195,7 +195,8 @@ def test_padding_alone_may_differ(main: Main, tmp_path: Path, tiny_folder: str) 
     model.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(tiny_folder) / name, tmp_path)
-    for name in (str(tmp_path), write_gguf(str(tmp_path), tmp_path / "padded.gguf")):
+    (tmp_path / "alone").mkdir()  # beside a tokenizer.json, transformers would read that one
+    for name in (str(tmp_path), write_gguf(str(tmp_path), tmp_path / "alone" / "padded.gguf")):
         draft = load_drafter(name, main)
         assert isinstance(draft, DraftModel)
         assert (draft.model.vocab_size, draft.vocab_size) == (272, 259)
