@@ -26,7 +26,7 @@ from matplotlib.transforms import Bbox
 
 from specdec_lab.errors import DataError, require
 from specdec_lab.metrics import METRICS
-from specdec_lab.statistics import compare, interval, prompt_sums, resampled_sums
+from specdec_lab.statistics import MACHINE, SETTINGS, Interval, compare, interval, prompt_sums, resampled_sums
 from specdec_lab.theory import VerifyCurve, best_draft_length, break_even
 from specdec_lab.theory import speedup as speedup_of
 from specdec_lab.trace import Trace
@@ -106,13 +106,13 @@ def _arms(arms: pd.DataFrame, *columns: str) -> pd.DataFrame:
     """Rows of experiment.summary with a draft, one per (task, draft, draft_length), large drafts first."""
     table = _check(arms, ["task", "draft", "draft_length", *columns])
     table = table[table.draft != "none"]
-    double = table.duplicated(["task", "draft", "draft_length"], keep=False)
-    if double.any():
-        mixed = [name for name in table if table[double][name].map(str).nunique() > 1]
-        raise DataError(
-            "a figure shows one setting per task, draft and draft length; these results mix several "
-            f"(pick by one of: {', '.join(mixed[:12])})"
-        )
+    for arm, same in table.groupby(["task", "draft", "draft_length"]):
+        if len(same) > 1:
+            mixed = [name for name in ("part", *SETTINGS, *MACHINE) if name in same and same[name].nunique() > 1]
+            raise DataError(
+                f"{', '.join(map(str, arm))} stands {len(same)} times in these results; a figure shows one setting: "
+                f"pick one by {', '.join(mixed) or 'its rows'}"
+            )
     order = {draft: index for index, draft in enumerate(drafts_of(table))}
     return table.sort_values(["draft", "draft_length"], key=lambda x: x.map(order) if x.name == "draft" else x)
 
@@ -213,7 +213,7 @@ def _legend(fig: Figure, handles: Sequence[Any], title: str = "") -> None:
     for columns in range(len(handles), 0, -1):
         lines = -(-len(handles) // columns)
         labels = [[len(h.get_label()) for h in handles[i : i + lines]] for i in range(0, len(handles), lines)]
-        if sum(5.1 * max(each) + 40 for each in labels) <= room:
+        if sum(5.6 * max(each) + 40 for each in labels) <= room:
             break
     look = {"handletextpad": 0.5, "columnspacing": 1.5, "borderaxespad": 0.1}
     fig.legend(handles=list(handles), loc="outside upper center", ncols=columns, title=title or None, **look)
@@ -226,7 +226,7 @@ def _errors(line: pd.DataFrame, name: str) -> np.ndarray:
     return np.clip([value - low, high - value], 0, None)
 
 
-BAR = {"linestyle": "none", "capsize": 2.0, "elinewidth": 0.9, "capthick": 0.9, "markersize": 5.5}
+BAR: dict[str, Any] = {"linestyle": "none", "capsize": 2.0, "elinewidth": 0.9, "capthick": 0.9, "markersize": 5.5}
 
 
 def _key(marker: str, label: str, **look: Any) -> Line2D:
@@ -642,6 +642,36 @@ def _printable(text: str, most: int = 24) -> str:
     return "".join(known)[:most] or "□"
 
 
+@style()
+def training(history: Sequence[tuple[int, int, float]]) -> Figure:
+    """Cross-entropy to the main model over the tokens trained on. history: distill's (step, tokens seen, loss)."""
+    fig = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    ax = fig.subplots()
+    ax.plot([seen / 1e6 for _, seen, _ in history], [loss for *_, loss in history], color=COLOURS[0])
+    if not history:
+        ax.text(0.5, 0.5, "nothing was trained in this call", transform=ax.transAxes, ha="center", fontsize=8)
+    ax.set(xlabel="training tokens (millions)", ylabel="cross-entropy (nats per token)")
+    return fig
+
+
+@style()
+def greedy_match(matches: Mapping[str, Interval]) -> Figure:
+    """Per task, how often a draft's arg-max is the main model's greedy token, with its 95 % interval."""
+    if not matches:
+        raise DataError("there is nothing to plot: no task was measured")
+    table = pd.DataFrame([{"task": task} | vars(match) for task, match in matches.items()])
+    colours = _colours(table)
+    fig = Figure(figsize=(WIDTH, 0.4 * len(table) + 0.9), layout="constrained")
+    ax = fig.subplots()
+    for place, line in enumerate(table.itertuples()):
+        error = np.clip([[line.value - line.low], [line.high - line.value]], 0, None)
+        ax.errorbar([line.value], [place], xerr=error, **BAR, marker="o", color=colours[line.task])
+    ax.set_yticks(range(len(table)), [_title(task) for task in table.task])
+    ax.set(xlim=(0, 1), ylim=(len(table) - 0.4, -0.6), xlabel="greedy match, share of tokens (95 % interval)")
+    ax.grid(axis="y", visible=False)
+    return fig
+
+
 # ---- the sentences and tables
 
 
@@ -821,6 +851,27 @@ def reading_trace(trace: Trace) -> str:
         f"{kinds.count('bonus')} with a bonus token after a whole draft, {kinds.count('plain')} drafted nothing. "
         f"Ended by: {trace.finish or 'the caller'}."
     )
+
+
+def reading_training(history: Sequence[tuple[int, int, float]]) -> str:
+    """What `training` shows."""
+    if not history:
+        return "Nothing was trained in this call: the draft was done before, or training was left out."
+    (_, first, start), (step, last, end) = history[0], history[-1]
+    return (
+        f"From {first:,} to {last:,} training tokens ({step:,} steps) the cross-entropy to the main model went from "
+        f"{start:.3f} to {end:.3f} nats a token (running mean; it cannot fall below the main model's own entropy)."
+    )
+
+
+def reading_match(matches: Mapping[str, Interval]) -> str:
+    """What `greedy_match` shows."""
+    said = [
+        f"**{_title(task)}** {match.value:.2f}"
+        + (f" ({match.low:.2f} … {match.high:.2f})" if match.known else " (no interval)")
+        for task, match in matches.items()
+    ]
+    return f"The draft's first choice is the main model's next token in this share of places: {', '.join(said)}."
 
 
 def sweep_table(arms: pd.DataFrame) -> pd.DataFrame:
