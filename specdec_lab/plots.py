@@ -21,6 +21,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
 
@@ -209,11 +210,11 @@ def _panels(count: int, height: float, rows: int = 1, **shared: Any) -> tuple[Fi
 
 def _legend(fig: Figure, handles: Sequence[Any], title: str = "") -> None:
     """A legend above the panels, in as many columns as fit the page."""
-    room = fig.get_figwidth() * 72 - 10  # points
+    room = fig.get_figwidth() * 72  # points
+    widths = [TextPath((0, 0), str(handle.get_label()), size=9).get_extents().width + 38 for handle in handles]
     for columns in range(len(handles), 0, -1):
         lines = -(-len(handles) // columns)
-        labels = [[len(h.get_label()) for h in handles[i : i + lines]] for i in range(0, len(handles), lines)]
-        if sum(5.6 * max(each) + 40 for each in labels) <= room:
+        if sum(max(widths[i : i + lines]) for i in range(0, len(handles), lines)) <= room:
             break
     look = {"handletextpad": 0.5, "columnspacing": 1.5, "borderaxespad": 0.1}
     fig.legend(handles=list(handles), loc="outside upper center", ncols=columns, title=title or None, **look)
@@ -265,10 +266,8 @@ def throughput(arms: pd.DataFrame) -> Figure:
         ax.xaxis.set_major_locator(MaxNLocator(5))
     for row in axes:
         row[0].set_ylabel("throughput (tokens/s)")
-    plain_line = Line2D(
-        [], [], color="0.35", linestyle="--", linewidth=0.9, label="plain loop beside it, 95 % interval"
-    )
-    number = _key("", "beside a point: its draft length")
+    plain_line = Line2D([], [], color="0.35", linestyle="--", linewidth=0.9, label="plain loop, 95 % interval")
+    number = _key("", "number: draft length")
     names = _keyed(table)
     _legend(fig, [*(_key(markers[draft], names[draft]) for draft in names), plain_line, number], SIZES)
     for ax, task in zip(axes.flat, tasks_of(table), strict=False):
