@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec_lab.errors import UnknownName
+from specdec_lab.errors import UnknownNameError
 from specdec_lab.sampling import draw
 
 
@@ -24,9 +24,7 @@ class Verdict:
     tried: Tensor  # bool [rows, n] nodes that were put to the test
     last: Tensor  # long [rows] the deepest accepted node, -1 for none
     next_token: Tensor  # long [rows]
-    residual: Tensor | None = (
-        None  # [rows, vocab] what next_token was drawn from (any scale); None when greedy
-    )
+    residual: Tensor | None = None  # [rows, vocab] what next_token was drawn from (any scale); None when greedy
 
 
 def greedy_match(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> Verdict:
@@ -61,9 +59,7 @@ def speculative_sampling(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor |
     last = torch.full((rows,), -1, dtype=torch.long, device=tokens.device)
     accepted = torch.zeros(rows, n, dtype=torch.bool, device=tokens.device)
     tried = torch.zeros_like(accepted)
-    residual = p[
-        :, 0
-    ]  # [rows, vocab] what the next token must follow, up to a factor, given the tests so far
+    residual = p[:, 0]  # [rows, vocab] what the next token must follow, up to a factor, given the tests so far
     for i in range(n):
         token = tokens[:, i : i + 1]
         tried[:, i] = parents[:, i] == last
@@ -97,7 +93,7 @@ RULES: dict[str, Rule] = {"greedy": greedy_match, "sampling": speculative_sampli
 
 
 def rule(name: str) -> Rule:
-    """The rule of that name; raises UnknownName listing the known ones."""
+    """The rule of that name; raises UnknownNameError listing the known ones."""
     if name not in RULES:
-        raise UnknownName("acceptance rule", name, RULES)
+        raise UnknownNameError("acceptance rule", name, RULES)
     return RULES[name]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_lab.errors import SettingError, SpecdecError, UnknownName
+from specdec_lab.errors import SettingError, SpecdecError, UnknownNameError
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)
         return 130
-    except (SettingError, UnknownName) as error:
+    except (SettingError, UnknownNameError) as error:
         print(f"specdec-lab: {error}", file=sys.stderr)
         return 2
     except (SpecdecError, OSError) as error:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_lab.decoding import Decoder
-from specdec_lab.errors import DataError, ModelError, UnknownName, require
+from specdec_lab.errors import DataError, ModelError, UnknownNameError, require
 from specdec_lab.models import zoo
 from specdec_lab.models.int8 import quantise
 from specdec_lab.models.protocol import Model
@@ -61,7 +61,7 @@ class Recipe:
 
 
 RECIPES = {
-    "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, 6e-4, 3_000_000),
+    "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, 6e-4, 1_400_000),
     "1:3": Recipe((0, 7, 15, 22, 29), 1400, 8e-4, 3_000_000),
     "1:4": Recipe((0, 29), 1024, 1e-3, 4_000_000),
 }
@@ -385,7 +385,7 @@ def distill(
     than the recipe's, for a trial. Returns the history of (step, tokens seen, loss) of this call.
     """
     if ratio not in RECIPES:
-        raise UnknownName("ratio", ratio, RECIPES)
+        raise UnknownNameError("ratio", ratio, RECIPES)
     recipe = RECIPES[ratio] if tokens is None else replace(RECIPES[ratio], tokens=tokens)
     folder = folder or zoo.cache_folder() / "distill"
     main = zoo.load_main(dtype="bfloat16")

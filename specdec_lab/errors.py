@@ -17,7 +17,7 @@ class SettingError(SpecdecError, ValueError):
         self.field = field
 
 
-class UnknownName(SpecdecError, LookupError):
+class UnknownNameError(SpecdecError, LookupError):
     """A name that is not in a registry; lists what is."""
 
     def __init__(self, kind: str, name: Any, known: Iterable[str]) -> None:

@@ -71,7 +71,7 @@ class Block:
 
     task: a task's name or a .jsonl file; prompts: how many of it, evenly spread, None for all. dtype: None is the
     device's default. threads: None leaves torch's. Each repeat r samples with seed + r. No arms: baseline only.
-    Raises SettingError for a value out of range, UnknownName for a task, DataError for a broken prompts file.
+    Raises SettingError for a value out of range, UnknownNameError for a task, DataError for a broken prompts file.
     """
 
     main: str = "bundled"

@@ -89,7 +89,7 @@ def acceptance_probability(t: Totals) -> float | None:
 
 
 def expected_acceptance(t: Totals) -> float | None:
-    """Mean over drafted tokens of Σ min(p, q)."""
+    """Mean over drafted tokens of Σ min(p, q), tokens behind a rejection included; greedy p and q are one-hot."""
     return ratio(t.overlap, t.drafted)
 
 
@@ -213,8 +213,8 @@ _SPECS = (
                _pooled(draft_acceptance_rate)),
     MetricSpec("acceptance_probability", "α = accepted / (accepted + rejected)", "share", "higher", _LEVIATHAN,
                _pooled(acceptance_probability)),
-    MetricSpec("expected_acceptance", "mean of Σ min(p, q)", "share", "higher", _LEVIATHAN,
-               _pooled(expected_acceptance)),
+    MetricSpec("expected_acceptance", "mean over drafted tokens of Σ min(p, q); greedy: those equal to the arg-max",
+               "share", "higher", _LEVIATHAN, _pooled(expected_acceptance)),
     MetricSpec("acceptance_by_position", "accepted / drafted at each depth", "share", "higher", "specdec_lab",
                lambda traces, plain: acceptance_by_position(traces)),
     MetricSpec("acceptance_by_position_conditional", "accepted / tried at each depth", "share", "higher",

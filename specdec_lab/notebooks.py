@@ -11,7 +11,7 @@ import nbformat
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 
-from specdec_lab.errors import DataError, SpecdecError, UnknownName
+from specdec_lab.errors import DataError, SpecdecError, UnknownNameError
 
 TAG = "parameters"
 
@@ -38,20 +38,20 @@ def notebooks(folder: Path | None = None) -> dict[str, Path]:
 
 
 def find_notebook(name: str | Path) -> Path:
-    """The path of a notebook given by name ("03_ratio_sweep") or path; raises UnknownName listing what there is."""
+    """The path of a notebook given by name ("03_ratio_sweep") or path; raises UnknownNameError listing them."""
     known = notebooks()
     if str(name).removesuffix(".ipynb") in known:
         return known[str(name).removesuffix(".ipynb")]
     path = Path(name).expanduser()
     if path.suffix == ".ipynb" and path.is_file():
         return path
-    raise UnknownName("notebook", str(name), known)
+    raise UnknownNameError("notebook", str(name), known)
 
 
 def parameters_of(name: str | Path) -> dict[str, str]:
     """The parameters of a notebook and their defaults, as written.
 
-    Raises UnknownName for the notebook, DataError when it cannot be read or no cell has the tag `parameters`,
+    Raises UnknownNameError for the notebook, DataError when it cannot be read or no cell has the tag `parameters`,
     which papermill would run with its defaults.
     """
     import papermill
@@ -84,7 +84,7 @@ def run_notebook(
     """Execute a notebook with these parameters in the project's root; returns the path of the executed copy.
 
     out: default build/notebooks/<name>.ipynb; it is replaced whole, by what ran even where a cell fails. What cells
-    print goes on to standard output and error unless `quiet`. Raises UnknownName for a notebook or parameter that
+    print goes on to standard output and error unless `quiet`. Raises UnknownNameError for a notebook or parameter that
     does not exist, DataError as `parameters_of`, SpecdecError naming the cell's error, and KeyboardInterrupt.
     """
     import papermill
@@ -93,7 +93,7 @@ def run_notebook(
     known = parameters_of(path)
     for parameter in given:
         if parameter not in known:
-            raise UnknownName(f"parameter of {path.stem}", parameter, known)
+            raise UnknownNameError(f"parameter of {path.stem}", parameter, known)
     out = Path(out).expanduser() if out else project_root() / "build" / "notebooks" / path.name
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(f".{out.stem}.{uuid.uuid4().hex}.ipynb")

@@ -7,6 +7,7 @@ position. Temperature 0 is arg-max, never a division.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -28,17 +29,15 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        finite = math.isfinite(self.temperature)
-        require(
-            "temperature", self.temperature, finite and self.temperature >= 0, "a number >= 0 (0 is greedy)"
-        )
-        require("top_k", self.top_k, whole(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 is off)")
-        require("top_p", self.top_p, 0 < self.top_p <= 1, "0 < top_p <= 1 (1 is off)")
-        require("min_p", self.min_p, 0 <= self.min_p < 1, "0 <= min_p < 1 (0 is off)")
-        penalty = self.repetition_penalty
-        require(
-            "repetition_penalty", penalty, math.isfinite(penalty) and penalty > 0, "a number > 0 (1 is off)"
-        )
+        for name, ok, allowed in (
+            ("temperature", lambda x: math.isfinite(x) and x >= 0, "a number >= 0 (0 is greedy)"),
+            ("top_k", lambda x: whole(x) and x >= 0, "an integer >= 0 (0 is off)"),
+            ("top_p", lambda x: 0 < x <= 1, "0 < top_p <= 1 (1 is off)"),
+            ("min_p", lambda x: 0 <= x < 1, "0 <= min_p < 1 (0 is off)"),
+            ("repetition_penalty", lambda x: math.isfinite(x) and x > 0, "a number > 0 (1 is off)"),
+        ):
+            value = getattr(self, name)
+            require(name, value, isinstance(value, Real) and ok(value), allowed)
 
     @property
     def greedy(self) -> bool:
@@ -97,9 +96,7 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
     cdf = p.double().cumsum(-1)
     target = u.double()[:, None] * cdf[:, -1:]
     token = torch.searchsorted(cdf, target, right=True)[:, 0]
-    last = (
-        p.shape[-1] - 1 - (p > 0).flip(-1).to(torch.uint8).argmax(-1)
-    )  # guards u rounding up to the total mass
+    last = p.shape[-1] - 1 - (p > 0).flip(-1).to(torch.uint8).argmax(-1)  # guards u rounding up to the total mass
     return torch.minimum(token, last)
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from specdec_lab import metrics, theory
-from specdec_lab.errors import DataError, UnknownName, require
+from specdec_lab.errors import DataError, UnknownNameError, require
 from specdec_lab.metrics import METRICS, Totals
 from specdec_lab.trace import Trace
 
@@ -229,10 +229,10 @@ def compare(
 
     a, b: rows of one arm each, e.g. rows[rows.draft == "1:3"]; value: a metric of FORMULAS. Arms of one part ran
     side by side; for parts measured at different times "speculative_speedup" takes each over its own baseline.
-    Raises UnknownName for the metric, DataError when a or b holds several arms or the prompts differ.
+    Raises UnknownNameError for the metric, DataError when a or b holds several arms or the prompts differ.
     """
     if value not in FORMULAS:
-        raise UnknownName("metric to compare", value, FORMULAS)
+        raise UnknownNameError("metric to compare", value, FORMULAS)
     for name, rows in (("a", a), ("b", b)):
         arms = rows.groupby(["main", "draft", "draft_length"]).size().index.tolist()
         if len(arms) != 1:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec_lab import acceptance
 from specdec_lab.acceptance import RULES, Rule, greedy_match, rule, speculative_sampling
-from specdec_lab.errors import UnknownName
+from specdec_lab.errors import UnknownNameError
 from specdec_lab.sampling import Sampling, distribution
 
 DRAWS, VOCAB = 200_000, 8
@@ -308,5 +308,5 @@ def test_an_empty_tree_gives_one_token_of_p(each: Rule) -> None:
 
 def test_rules_by_name() -> None:
     assert rule("greedy") is greedy_match
-    with pytest.raises(UnknownName, match=r"no acceptance rule 'typical'; there is: greedy, sampling"):
+    with pytest.raises(UnknownNameError, match=r"no acceptance rule 'typical'; there is: greedy, sampling"):
         rule("typical")

@@ -166,7 +166,7 @@ def test_greedy_match_is_one_for_the_main_model_itself(tiny_folder: str, tiny_dr
     completions = []
     for start in range(6):
         ids = [start, 65 + start]
-        reply = []
+        reply: list[int] = []
         for _ in range(8):
             hidden = model.forward(torch.tensor([ids + reply]), model.new_cache(1, 16))
             reply.append(int(model.logits(hidden)[0, -1].argmax()))

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from specdec_lab import experiment
-from specdec_lab.errors import DataError, ModelError, SettingError, SpecdecError, UnknownName
+from specdec_lab.errors import DataError, ModelError, SettingError, SpecdecError, UnknownNameError
 from specdec_lab.experiment import Arm, Block, grid, load, mean_nll, read_part, run_block, summary, sweep
 
 IDS = ["part", "draft", "draft_length", "prompt_id", "repeat"]
@@ -76,7 +76,7 @@ def assert_same_rows(found: pd.DataFrame, expected: pd.DataFrame) -> None:
 @pytest.mark.parametrize(
     ("setting", "error", "words"),
     [
-        ({"task": "jsn"}, UnknownName, "jsn.*json"),
+        ({"task": "jsn"}, UnknownNameError, "jsn.*json"),
         ({"main": ""}, SettingError, "main"),
         ({"arms": ("1:4",)}, SettingError, "arms"),
         ({"arms": (Arm(), Arm())}, SettingError, "arms"),

@@ -13,7 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from specdec_lab.errors import DataError, SpecdecError, UnknownName
+from specdec_lab.errors import DataError, SpecdecError, UnknownNameError
 from specdec_lab.notebooks import find_notebook, from_root, notebooks, parameters_of, project_root, run_notebook
 
 NAMES = ["02_experiment", "03_ratio_sweep", "08_distill_drafts"]
@@ -115,7 +115,7 @@ def test_the_command_line_and_the_sweep_agree_on_names() -> None:
 
 def test_an_unknown_notebook_is_refused_with_those_there_are() -> None:
     for name in ("04_nothing", "nowhere/03_ratio_sweep.ipynb", ""):
-        with pytest.raises(UnknownName, match="02_experiment, 03_ratio_sweep"):
+        with pytest.raises(UnknownNameError, match="02_experiment, 03_ratio_sweep"):
             run_notebook(name)
 
 
@@ -126,7 +126,7 @@ def test_a_notebook_is_found_by_name_file_or_path(tmp_path: Path) -> None:
 
 
 def test_an_unknown_parameter_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match=r"03_ratio_sweep 'draft_length'; there is: .*draft_lengths.*seed"):
+    with pytest.raises(UnknownNameError, match=r"03_ratio_sweep 'draft_length'; there is: .*draft_lengths.*seed"):
         run_notebook("03_ratio_sweep", {"seed": 1, "draft_length": 4}, tmp_path / "out.ipynb")
     assert list(tmp_path.iterdir()) == []
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from specdec_lab.errors import DataError, SettingError, UnknownName
+from specdec_lab.errors import DataError, SettingError, UnknownNameError
 from specdec_lab.statistics import LEAST, Comparison, compare, interval, ratio_interval, resampled_sums, summary
 
 SPREAD = 0.25  # of the log of a prompt's speed-up
@@ -178,7 +178,7 @@ def test_compare_takes_one_arm_of_one_setting_and_a_known_metric() -> None:
         compare(a, pd.concat([b, b.assign(part="p1")]))
     with pytest.raises(DataError, match="a holds 0 arms"):
         compare(a.iloc[:0], b)
-    with pytest.raises(UnknownName, match="speculative_speedup"):
+    with pytest.raises(UnknownNameError, match="speculative_speedup"):
         compare(a, b, value="speed")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdec_lab import tasks as package
-from specdec_lab.errors import DataError, SettingError, UnknownName
+from specdec_lab.errors import DataError, SettingError, UnknownNameError
 from specdec_lab.tasks import Prompt, TaskSpec, load_prompts, prompts, register, score, tasks
 from specdec_lab.tasks.prompts import FOLDER
 from specdec_lab.tasks.scores import extract_code
@@ -78,7 +78,7 @@ def test_a_limit_below_one_is_refused(limit: Any) -> None:
 
 
 def test_an_unknown_task_lists_what_exists() -> None:
-    with pytest.raises(UnknownName, match=r"no task 'poetry'.*code.*json.*prose.*qa"):
+    with pytest.raises(UnknownNameError, match=r"no task 'poetry'.*code.*json.*prose.*qa"):
         load_prompts("poetry")
 
 
@@ -153,7 +153,7 @@ def test_a_task_of_ones_own_is_scored_by_its_scorer(lines: WriteLines, monkeypat
     register(TaskSpec("short", "short replies", "characters", "lower", lambda p, t, n, k: package.Score(len(t))))
     (row,) = load_prompts(lines({"prompt": "a", "task": "short"}))
     assert score(row, "four").value == 4
-    with pytest.raises(UnknownName, match="poetry"):
+    with pytest.raises(UnknownNameError, match="poetry"):
         score(replace(row, task="poetry"), "x")
 
 

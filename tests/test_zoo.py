@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from specdec_lab.decoding import Decoder
 from specdec_lab.distill import Recipe, draft_from, save_draft
 from specdec_lab.drafting import Drafter, DraftModel, NGram
-from specdec_lab.errors import ModelError, SettingError, UnknownName
+from specdec_lab.errors import ModelError, SettingError, UnknownNameError
 from specdec_lab.models import zoo
 from specdec_lab.models.llama import LlamaModel
 from specdec_lab.models.zoo import Main, drafter_fingerprint, export, load_drafter, load_main
@@ -211,7 +211,7 @@ def test_a_token_less_is_no_padding(main: Main, broken: Path) -> None:
     def remove(vocab: dict[str, int]) -> None:
         del vocab["B"]
 
-    with pytest.raises(ModelError, match=r"differ in vocabulary: token 66 is None there and 'B' here"):
+    with pytest.raises(ModelError, match=r"differ in vocabulary: token 66 is missing there and 'B' here"):
         load_drafter(change_vocabulary(broken, remove), main)
 
 
@@ -375,5 +375,5 @@ def test_an_exported_draft_assists_in_transformers(family: Main, tmp_path: Path)
 
 
 def test_export_of_an_unknown_name(tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match="no model to export '1:9'; there is: 1:2, 1:3, 1:4, main"):
+    with pytest.raises(UnknownNameError, match="no model to export '1:9'; there is: 1:2, 1:3, 1:4, main"):
         export("1:9", tmp_path)

@@ -68,7 +68,10 @@ class Drafter:
         return chains(torch.zeros(len(rows), 0, dtype=torch.long), [0] * len(rows))
 
     def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
-        """Hear how many drafted tokens of each row stayed; `rows[r].tokens` already holds them."""
+        """Hear how many drafted tokens of each row stayed.
+
+        `rows[r].tokens` holds them and the token after them, but for a row that has just ended: its tokens are cut.
+        """
 
     def drop(self, row: int) -> None:
         """Row `row` has finished; the last row takes its index."""

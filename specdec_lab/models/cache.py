@@ -142,9 +142,7 @@ def _ancestry(n: int, parents: Tensor | None, device: torch.device) -> tuple[Ten
     Returns bool [rows, n, n] and long [rows, n] (rows = 1 for a chain).
     """
     if parents is None:
-        return torch.ones(1, n, n, dtype=torch.bool, device=device).tril(), torch.arange(n, device=device)[
-            None
-        ]
+        return torch.ones(1, n, n, dtype=torch.bool, device=device).tril(), torch.arange(n, device=device)[None]
     rows = parents.shape[0]
     seen = torch.eye(n, dtype=torch.bool, device=device).repeat(rows, 1, 1)  # [rows, n, n]
     row = torch.arange(rows, device=device)

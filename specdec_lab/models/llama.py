@@ -84,9 +84,7 @@ class LlamaModel:
         self.norm = weights["model.norm.weight"]
         self.inv_freq, self.rope_scale = _rotary(config, self.device)
         self.embedding_parameters = self.embedding.numel() * (1 if tied else 2)
-        own = sum(
-            w.numel() for key, w in weights.items() if "embed_tokens" not in key and "lm_head" not in key
-        )
+        own = sum(w.numel() for key, w in weights.items() if "embed_tokens" not in key and "lm_head" not in key)
         self.parameters = own + self.embedding_parameters
 
     @property
@@ -138,16 +136,12 @@ class LlamaModel:
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None].float() * self.inv_freq  # [rows, n, head_dim / 2]
         angles = torch.cat([angles, angles], -1)[:, :, None]
-        return (angles.cos() * self.rope_scale).to(self.dtype), (angles.sin() * self.rope_scale).to(
-            self.dtype
-        )
+        return (angles.cos() * self.rope_scale).to(self.dtype), (angles.sin() * self.rope_scale).to(self.dtype)
 
     def _norm_heads(self, qk: Tensor, layer: Layer) -> Tensor:
         q, k = qk[:, :, : self.heads], qk[:, :, self.heads :]
         size = (self.head_dim,)
-        return torch.cat(
-            [F.rms_norm(q, size, layer.q_norm, self.eps), F.rms_norm(k, size, layer.k_norm, self.eps)], 2
-        )
+        return torch.cat([F.rms_norm(q, size, layer.q_norm, self.eps), F.rms_norm(k, size, layer.k_norm, self.eps)], 2)
 
 
 def _rotate_half(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specdec_lab.drafting import Drafter, DraftModel, NGram
-from specdec_lab.errors import ModelError, SettingError, UnknownName, require
+from specdec_lab.errors import ModelError, SettingError, UnknownNameError, require
 from specdec_lab.models.int8 import dequantise
 from specdec_lab.models.llama import FAMILY, LlamaModel
 from specdec_lab.models.protocol import Model
@@ -57,7 +57,8 @@ def load_main(name: str = BUNDLED, device: str | None = None, dtype: str | None 
 
 
 def load_drafter(name: str, main: Main) -> Drafter:
-    """Load a drafter: "none", "ngram", a ratio of the bundled family, a local folder, a GGUF file or a hub id.
+    """Load a drafter: "none", "ngram", a ratio of the bundled family, the main model's own name, or a model as
+    load_main takes it.
 
     Raises ModelError when its vocabulary is not the main model's, or when a bundled draft meets another main.
     """
@@ -67,6 +68,8 @@ def load_drafter(name: str, main: Main) -> Drafter:
         return NGram()
     if name in RATIOS:
         return DraftModel(_load_bundled_draft(name, main), main.model.vocab_size)
+    if name == main.name:  # a model that drafts for itself: the most that acceptance can reach
+        return DraftModel(main.model)
     dtype = next(key for key, value in DTYPES.items() if value == main.model.dtype)
     model, tokenizer, _ = _load(_find(name), name, main.model.device, DTYPES[dtype])
     check_vocabulary((tokenizer, model.vocab_size), (main.tokenizer, main.model.vocab_size))
@@ -77,6 +80,8 @@ def drafter_fingerprint(name: str) -> str:
     """sha256 of the weights behind a draft's name; the name itself where there are none."""
     if name in ("none", "ngram"):
         return name
+    if name == BUNDLED:
+        return GGUF_SHA256
     return fingerprint(_draft_folder(name) if name in RATIOS else _find(name))
 
 
@@ -93,7 +98,13 @@ def check_vocabulary(draft: tuple[Any, int], main: tuple[Any, int]) -> None:
     for index in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(index), theirs.get(index)
         if a != b:
-            raise ModelError(f"draft and main model differ in vocabulary: token {index} is {b!r} there and {a!r} here")
+            raise ModelError(
+                f"draft and main model differ in vocabulary: token {index} is {_named(b)} there and {_named(a)} here"
+            )
+
+
+def _named(token: str | None) -> str:
+    return "missing" if token is None else repr(token)
 
 
 def fetch_bundled() -> Path:
@@ -128,12 +139,9 @@ def cache_folder() -> Path:
 
 
 def fingerprint(path: Path) -> str:
-    """sha256 of a model file, or of a folder's configuration and weights."""
-    files = (
-        [path]
-        if path.is_file()
-        else sorted([*path.glob("config.json"), *path.glob("*.safetensors"), *path.glob("*.bin")])
-    )
+    """sha256 of a model file, or of a folder's configuration, vocabulary and weights."""
+    patterns = ("config.json", "tokenizer.json", "*.safetensors", "*.bin")
+    files = [path] if path.is_file() else sorted(file for pattern in patterns for file in path.glob(pattern))
     digest = hashlib.sha256()
     for file in files:
         with open(file, "rb") as stream:
@@ -144,12 +152,12 @@ def fingerprint(path: Path) -> str:
 def export(name: str, folder: Path, main: Main | None = None) -> None:
     """Write the bundled main model ("main") or one of its drafts as a plain Hugging Face folder.
 
-    transformers loads a draft written so as `assistant_model`. Raises UnknownName for other names.
+    transformers loads a draft written so as `assistant_model`. Raises UnknownNameError for other names.
     """
     from transformers import LlamaForCausalLM
 
     if name not in ("main", *RATIOS):
-        raise UnknownName("model to export", name, ("main", *RATIOS))
+        raise UnknownNameError("model to export", name, ("main", *RATIOS))
     source, tokenizer = read(fetch_bundled())
     if name != "main":
         config, weights, _ = _read_draft(name)
@@ -218,7 +226,7 @@ def read(path: Path) -> tuple[Any, Any]:
             home, dtype="auto" if not where else torch.float32, output_loading_info=True, **where
         )
     except Exception as error:  # transformers raises many kinds for broken folders
-        raise ModelError(f"cannot load a causal language model from {path}: {error}") from error
+        raise ModelError(f"cannot load a causal language model from {path}: {type(error).__name__}: {error}") from error
     lacking = sorted(info["missing_keys"])
     if lacking:
         raise ModelError(f"the weights in {path} lack {len(lacking)} tensors, the first is {lacking[0]}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from specdec_lab.errors import DataError, SettingError, UnknownName, require
+from specdec_lab.errors import DataError, SettingError, UnknownNameError, require
 from specdec_lab.tasks.registry import tasks
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "prompts"
@@ -63,7 +63,7 @@ def load_prompts(task_or_path: str | Path, limit: int | None = None) -> list[Pro
 
     limit: at most so many, spread evenly over the file (its rows are grouped by source), always the same.
     In a file of one's own only `prompt` is required; `id` is "<file stem>-<line>" and `task` "prose" then.
-    Raises UnknownName for a name that is neither, DataError (file and line) for a broken file,
+    Raises UnknownNameError for a name that is neither, DataError (file and line) for a broken file,
     SettingError for a limit below 1.
     """
     require("limit", limit, limit is None or (isinstance(limit, int) and limit >= 1), "1 or more, or None")
@@ -83,7 +83,7 @@ def load_prompts(task_or_path: str | Path, limit: int | None = None) -> list[Pro
         path = Path(task_or_path)
         if path.suffix != ".jsonl" and not path.is_file():
             shipped = [name for name, task in known.items() if task.file]
-            raise UnknownName("task", str(task_or_path), [*shipped, "or the path of a .jsonl file"])
+            raise UnknownNameError("task", str(task_or_path), [*shipped, "or the path of a .jsonl file"])
         rows = read_prompts(path)
     return spread(rows, limit)
 

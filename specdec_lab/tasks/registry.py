@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from specdec_lab.errors import DataError, UnknownName, require
+from specdec_lab.errors import DataError, UnknownNameError, require
 
 if TYPE_CHECKING:
     from specdec_lab.tasks.prompts import Prompt
@@ -66,7 +66,7 @@ def tasks() -> dict[str, TaskSpec]:
 
 
 def get_task(name: str) -> TaskSpec:
-    """The task type of that name; raises UnknownName, which lists what exists."""
+    """The task type of that name; raises UnknownNameError, which lists what exists."""
     if name not in _TASKS:
-        raise UnknownName("task", name, _TASKS)
+        raise UnknownNameError("task", name, _TASKS)
     return _TASKS[name]

@@ -24,7 +24,7 @@ def score(prompt: Prompt, text: str, nll: float | None = None, tokens: Sequence[
 
     nll: mean negative log-likelihood of the reply under the main model, nats per token (prose).
     tokens: the reply's token ids, for its repetition (prose).
-    Raises UnknownName for a task without a score, DataError for a broken schema.
+    Raises UnknownNameError for a task without a score, DataError for a broken schema.
     """
     return get_task(prompt.task).scorer(prompt, text, nll, tokens)
 
