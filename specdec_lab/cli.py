@@ -6,6 +6,7 @@ output. Exit codes: 0 done, 1 failed with a message on standard error, 2 bad arg
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (SettingError, UnknownNameError) as error:
         print(f"specdec-lab: {error}", file=sys.stderr)
         return 2
