@@ -28,7 +28,7 @@ import torch
 from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
 from specdec_lab.drafting import Drafter
 from specdec_lab.errors import DataError, SpecdecError, require
-from specdec_lab.metrics import Totals, repeated_ngrams, totals
+from specdec_lab.metrics import Totals, position_counts, repeated_ngrams, totals
 from specdec_lab.models.feed import CHUNK, feed
 from specdec_lab.models.protocol import Model
 from specdec_lab.provenance import provenance, weights_fingerprint
@@ -330,22 +330,12 @@ def _sameness(tokens: Sequence[int], plain: Sequence[int]) -> dict[str, Any]:
 
 def _counts(made: Generation) -> dict[str, Any]:
     """The raw counts and times of a run, summed over its steps; lists run over draft positions 1, 2, …"""
-    steps = made.trace.steps
-    deepest = max((len(step.drafted) for step in steps), default=0)
-    at = {name: [0] * deepest for name in ("drafted", "tried", "accepted")}
-    for step in steps:
-        depth: list[int] = []
-        for parent, fate in zip(step.parents, step.fate, strict=True):
-            depth.append(0 if parent < 0 else depth[parent] + 1)
-            at["drafted"][depth[-1]] += 1
-            at["tried"][depth[-1]] += fate != "untried"
-            at["accepted"][depth[-1]] += fate == "accepted"
     sums = totals([made.trace])
     return {
         **asdict(sums),
         "decode_s": sums.decode_s,
         "draft_prefill_s": made.trace.draft_prefill_s,
-        **{f"{name}_at": counts for name, counts in at.items()},
+        **{f"{name}_at": counts for name, counts in position_counts([made.trace]).items()},
         "prompt_tokens": made.trace.prompt_tokens,
         "untried": sums.drafted - sums.accepted - sums.rejected,
         "memory_bytes": made.trace.memory_bytes,

@@ -4,8 +4,7 @@ A metric takes the traces of a set of texts and, where it compares, those of the
 Times are seconds, memory is bytes. A value is None where it is undefined (nothing drafted, no baseline).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,18 +141,26 @@ def _quotient(a: float | None, b: float | None) -> float | None:
     return None if a is None or not b else a / b
 
 
-def acceptance_by_position(traces: Sequence[Trace], conditional: bool = False) -> list[float]:
-    """Share of tokens drafted at depth 1, 2, … that stay; conditional: of those that were tried there."""
-    drafted: Counter[int] = Counter()
-    accepted: Counter[int] = Counter()
+def position_counts(traces: Iterable[Trace]) -> dict[str, list[int]]:
+    """Tokens "drafted", "tried" and "accepted" at depth 1, 2, …"""
+    counts: dict[str, list[int]] = {"drafted": [], "tried": [], "accepted": []}
     for trace in traces:
         for step in trace.steps:
             depth: list[int] = []
             for parent, fate in zip(step.parents, step.fate, strict=True):
-                depth.append(1 if parent < 0 else depth[parent] + 1)
-                drafted[depth[-1]] += fate != "untried" if conditional else 1
-                accepted[depth[-1]] += fate == "accepted"
-    return [accepted[d] / drafted[d] for d in sorted(drafted) if drafted[d]]
+                depth.append(0 if parent < 0 else depth[parent] + 1)
+                for at in counts.values():
+                    at.extend([0] * (depth[-1] + 1 - len(at)))
+                counts["drafted"][depth[-1]] += 1
+                counts["tried"][depth[-1]] += fate != "untried"
+                counts["accepted"][depth[-1]] += fate == "accepted"
+    return counts
+
+
+def acceptance_by_position(counts: Mapping[str, Sequence[float]], conditional: bool = False) -> list[float]:
+    """Share of tokens drafted at depth 1, 2, … that stay; conditional: of those that were tried there."""
+    below = counts["tried" if conditional else "drafted"]
+    return [a / b for a, b in zip(counts["accepted"], below, strict=True) if b]
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float | None:
@@ -216,9 +223,9 @@ _SPECS = (
     MetricSpec("expected_acceptance", "mean over drafted tokens of Σ min(p, q); greedy: those equal to the arg-max",
                "share", "higher", _LEVIATHAN, _pooled(expected_acceptance)),
     MetricSpec("acceptance_by_position", "accepted / drafted at each depth", "share", "higher", "specdec_lab",
-               lambda traces, plain: acceptance_by_position(traces)),
+               lambda traces, plain: acceptance_by_position(position_counts(traces))),
     MetricSpec("acceptance_by_position_conditional", "accepted / tried at each depth", "share", "higher",
-               "specdec_lab", lambda traces, plain: acceptance_by_position(traces, conditional=True)),
+               "specdec_lab", lambda traces, plain: acceptance_by_position(position_counts(traces), conditional=True)),
     MetricSpec("coverage", "drafted / planned", "share", "neither", "specdec_lab", _pooled(coverage)),
     MetricSpec("draft_cost_ratio", "c = time per drafted token / time per plain main forward", "share", "lower",
                _LEVIATHAN, _against(draft_cost_ratio)),

@@ -131,7 +131,6 @@ FORMULAS: dict[str, Formula] = {
     **{formula.__name__: formula for formula in AGAINST},
     **{formula.__name__: _alone(formula) for formula in ALONE},
 }
-BY_POSITION = {"acceptance_by_position": "drafted_at", "acceptance_by_position_conditional": "tried_at"}
 
 
 def prompt_sums(rows: pd.DataFrame) -> pd.DataFrame:
@@ -178,7 +177,7 @@ def _line(rows: pd.DataFrame, context: Sequence[str], resamples: int, seed: int)
         found[name] = ratio_interval(known["sum"], known["count"], resamples=resamples, seed=seed)
     for name, got in found.items():
         line |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
-    line |= {name: _share(rows["accepted_at"], rows[below]) for name, below in BY_POSITION.items()}
+    line |= _by_position(rows)
     traces, plain = ([Trace(0, memory_bytes=m) for m in rows[c]] for c in ("memory_bytes", "baseline_memory_bytes"))
     line |= {name: METRICS[name].of(traces, plain) for name in ("peak_memory", "memory_growth")}
     same = rows.same_as_baseline.dropna()
@@ -186,10 +185,14 @@ def _line(rows: pd.DataFrame, context: Sequence[str], resamples: int, seed: int)
     return line | {"predicted_speedup": _predicted(first, line)}
 
 
-def _share(above: pd.Series, below: pd.Series) -> list[float]:
-    """Σ above / Σ below at each position, as metrics.acceptance_by_position; the columns hold lists."""
-    sums = [pd.DataFrame(column.tolist()).sum().to_numpy() for column in (above, below)]
-    return [float(a / b) for a, b in zip(*sums, strict=True) if b]
+def _by_position(rows: pd.DataFrame) -> dict[str, list[float]]:
+    """Acceptance by position over all rows; their columns hold a list each."""
+    names = ("drafted", "tried", "accepted")
+    counts = {name: pd.DataFrame(rows[f"{name}_at"].tolist()).sum().tolist() for name in names}
+    return {
+        "acceptance_by_position": metrics.acceptance_by_position(counts),
+        "acceptance_by_position_conditional": metrics.acceptance_by_position(counts, conditional=True),
+    }
 
 
 def _predicted(first: pd.Series, line: dict[str, Any]) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from specdec_lab.metrics import METRICS, acceptance_by_position, repeated_ngrams, summarise, totals
+from specdec_lab.metrics import METRICS, acceptance_by_position, position_counts, repeated_ngrams, summarise, totals
 from specdec_lab.trace import Step, Trace
 
 FATES = {"a": "accepted", "r": "rejected", "u": "untried"}
@@ -142,8 +142,9 @@ def test_the_plain_loop_is_as_fast_as_itself() -> None:
 
 def test_positions_in_a_tree_are_depths() -> None:
     tree = Trace(prompt_tokens=1, steps=[step("raua", parents=[-1, -1, 0, 1])], tokens=[1, 2, 3])
-    assert acceptance_by_position([tree]) == [1 / 2, 1 / 2]
-    assert acceptance_by_position([tree], conditional=True) == [1 / 2, 1]
+    counts = position_counts([tree])
+    assert acceptance_by_position(counts) == [1 / 2, 1 / 2]
+    assert acceptance_by_position(counts, conditional=True) == [1 / 2, 1]
 
 
 def test_repeated_ngrams() -> None:

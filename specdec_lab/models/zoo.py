@@ -140,7 +140,7 @@ def cache_folder() -> Path:
 
 def fingerprint(path: Path) -> str:
     """sha256 of a model file, or of a folder's configuration, vocabulary and weights."""
-    patterns = ("config.json", "tokenizer.json", "*.safetensors", "*.bin")
+    patterns = ("config.json", "tokenizer*.json", "chat_template*", "*.safetensors", "*.bin")
     files = [path] if path.is_file() else sorted(file for pattern in patterns for file in path.glob(pattern))
     digest = hashlib.sha256()
     for file in files:
