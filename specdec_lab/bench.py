@@ -45,7 +45,12 @@ def bench(
     for name, size in memory.items():
         growth = "" if name == "none" else f", {size / memory['none'] - 1:+.1%} over main alone"
         report(f"peak memory with draft {name}: {size / 2**20:,.0f} MiB{growth}")
-    return {"plain_loop": loop, "verify_curves": curves, "peak_bytes": memory, "machine": provenance()}
+    return {
+        "plain_loop": loop,
+        "verify_curves": curves,
+        "peak_bytes": memory,
+        "machine": provenance(str(main.model.device)),
+    }
 
 
 def plain_loop(main: zoo.Main, reference: Any, prompts: int, max_new_tokens: int) -> dict[str, Any]:

@@ -90,10 +90,18 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("--draft_lengths", nargs="+", type=int)
     sweep.add_argument("--prompts", type=int, help="prompts of each task")
     sweep.add_argument("--max_new_tokens", type=int)
+    sweep.add_argument("--temperature", type=float)
     sweep.add_argument("--seed", type=int)
+    sweep.add_argument("--device", help="cpu or cuda; default CUDA where there is one")
+    sweep.add_argument("--dtype", help="float32, bfloat16 or float16")
     sweep.add_argument("--threads", type=int)
     sweep.add_argument("--results", help="folder of the part files; a sweep that was killed resumes there")
     sweep.add_argument("--figures", help="folder of the figures")
+
+    run = command("run", _run, "execute a notebook with parameters; unknown ones are refused")
+    run.add_argument("notebook", help="02_experiment, 03_ratio_sweep, 08_distill_drafts, or a path")
+    run.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="VALUE is YAML")
+    run.add_argument("--out", help="the executed copy; default build/notebooks/<name>.ipynb")
 
     export = command("export", _export, "write `main` or a bundled draft as a Hugging Face folder")
     export.add_argument("name", help="main, 1:2, 1:3 or 1:4")
@@ -205,12 +213,12 @@ def _generate(args: argparse.Namespace) -> Any:
 
 
 def _evaluate(args: argparse.Namespace) -> Any:
-    from specdec_lab.experiment import alternate
+    from specdec_lab.experiment import alternate, quality_of
     from specdec_lab.metrics import summarise
     from specdec_lab.tasks import load_prompts
 
     rows = load_prompts(args.prompts, args.limit)
-    _, decoder, plain = _decoders(args)
+    main_model, decoder, plain = _decoders(args)
     settings = _settings(args)
     ids = [plain.encode(row.prompt) for row in rows]
     made: list[tuple[Any, Any]] = []  # (plain, drafting) generations
@@ -223,12 +231,18 @@ def _evaluate(args: argparse.Namespace) -> Any:
             with open(args.save_tokens, mode, encoding="utf-8") as file:
                 file.write(json.dumps({"id": row.id, "tokens": drafted.tokens}) + "\n")
 
+    scores = [quality_of(main_model.model, row, ids[i], made[i][1]).value for i, row in enumerate(rows)]
+
     def metrics_of(chosen: Sequence[int]) -> dict[str, Any]:
-        return summarise([made[i][1].trace for i in chosen], [made[i][0].trace for i in chosen])
+        found: dict[str, Any] = summarise([made[i][1].trace for i in chosen], [made[i][0].trace for i in chosen])
+        known = [value for i in chosen if (value := scores[i]) is not None]
+        return found | {"quality": sum(known) / len(known) if known else None, "scored": len(known)}
 
     names = dict.fromkeys(row.task for row in rows)
     by_task = {name: metrics_of([i for i, row in enumerate(rows) if row.task == name]) for name in names}
     overall = metrics_of(range(len(rows)))
+    if len(names) > 1:  # scores of different tasks have no common mean
+        overall |= {"quality": None, "scored": 0}
     for name, metrics in {**by_task, "all": overall}.items():
         _say(args, f"{name:8} {_line(metrics)}")
     options = ("main", "draft", "draft_length", "prompts", "limit", *settings, "device", "dtype", "threads")
@@ -239,11 +253,25 @@ def _evaluate(args: argparse.Namespace) -> Any:
 def _sweep(args: argparse.Namespace) -> Any:
     from specdec_lab.notebooks import run_notebook
 
-    names = ("main", "drafts", "tasks", "draft_lengths", "prompts", "max_new_tokens", "seed", "threads")
-    given = {name: getattr(args, name) for name in (*names, "results", "figures") if getattr(args, name) is not None}
+    names = ["main", "drafts", "tasks", "draft_lengths", "prompts", "max_new_tokens", "temperature", "seed"]
+    names += ["device", "dtype", "threads", "results", "figures"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     given |= {name: str(Path(given[name]).resolve()) for name in ("results", "figures") if name in given}
+    if "tasks" in given:  # a notebook runs in the project's root
+        files = {task for task in given["tasks"] if task.endswith(".jsonl") and Path(task).is_file()}
+        given["tasks"] = [str(Path(task).resolve()) if task in files else task for task in given["tasks"]]
     out = run_notebook("03_ratio_sweep", given)
     _say(args, f"the notebook with its results is {out}")
+    return {"notebook": str(out)}
+
+
+def _run(args: argparse.Namespace) -> Any:
+    import yaml
+
+    from specdec_lab.notebooks import run_notebook
+
+    out = run_notebook(args.notebook, {name: yaml.safe_load(value) for name, value in args.p}, args.out)
+    _say(args, f"the executed notebook is {out}")
     return {"notebook": str(out)}
 
 

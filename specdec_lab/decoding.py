@@ -298,6 +298,7 @@ class Decoder:
     ) -> list[Active]:
         positive = whole(max_new_tokens) and max_new_tokens >= 1
         require("max_new_tokens", max_new_tokens, positive, "an integer >= 1")
+        require("seed", seed, whole(seed) and 0 <= seed < 2**62, "an integer 0 … 2⁶² − 1")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         require("stop", stop, all(stops), "strings that are not empty")
         require("stop", stop, not stops or self.tokenizer is not None, "none, as this decoder has no tokenizer")
@@ -326,8 +327,10 @@ class Decoder:
         if not rows:
             return
         longest = max(len(row.tokens) + row.limit for row in rows) + self.draft_length + 1
-        if self.main.device.type == "cuda":
+        on_gpu, held = self.main.device.type == "cuda", 0
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.main.device)
+            held = torch.cuda.memory_allocated(self.main.device)
         cache = self.main.new_cache(len(rows), longest)
         start = now(self.main.device)
         feed(self.main, cache, [row.tokens[:-1] for row in rows], self.prefill_chunk)
@@ -338,7 +341,10 @@ class Decoder:
             row.trace.prefill_s, row.trace.draft_prefill_s = filled - start, ready - filled
         chosen = rule("greedy" if rows[0].sampling.greedy else "sampling")
         for row, step in decode(self.main, self.drafter, rows, cache, self.draft_length, chosen, self._cut):
-            row.trace.memory_bytes = self._memory(cache)
+            weights = self.main.nbytes + self.drafter.nbytes
+            caches = cache.nbytes + self.drafter.cache_nbytes
+            used = torch.cuda.max_memory_allocated(self.main.device) - held if on_gpu else caches
+            row.trace.memory_bytes = weights + used
             yield row, step
 
     def _cut(self, row: Active, tokens: Sequence[int]) -> tuple[int, str]:
@@ -359,11 +365,6 @@ class Decoder:
         window = emitted[-(4 * max(map(len, stops)) + 4) :]
         tail = self.tokenizer.decode(window, skip_special_tokens=True)
         return any(stop in tail for stop in stops)
-
-    def _memory(self, cache: KVCache) -> int:
-        if self.main.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.main.device)
-        return self.main.nbytes + cache.nbytes + self.drafter.nbytes
 
     def _generation(self, row: Active) -> Generation:
         text = self.tokenizer.decode(row.trace.tokens, skip_special_tokens=True) if self.tokenizer else ""

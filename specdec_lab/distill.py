@@ -7,6 +7,7 @@ frequent tokens plus a few random others, with a regression of the hidden states
 distillation, 1503.02531; drafts for speculative decoding, 2310.08461).
 """
 
+import hashlib
 import json
 import math
 import os
@@ -381,8 +382,9 @@ def distill(
 ) -> list[tuple[int, int, float]]:
     """Train the draft of that ratio by its recipe and store it under data/models, resuming what was interrupted.
 
-    folder: hidden states and checkpoints, default in the cache folder. out: where the draft goes. tokens: fewer
-    than the recipe's, for a trial. Returns the history of (step, tokens seen, loss) of this call.
+    folder: hidden states and checkpoints, default in the cache folder. out: where the draft goes. tokens: other
+    than the recipe's, for a trial, which then goes to `folder` by default. Returns the history of (step, tokens
+    seen, loss) of this call.
     """
     if ratio not in RECIPES:
         raise UnknownNameError("ratio", ratio, RECIPES)
@@ -391,7 +393,10 @@ def distill(
     main = zoo.load_main(dtype="bfloat16")
     cache_hidden_states(main, corpus, folder / "hidden", report=report)
     teacher, _ = zoo.read(zoo.fetch_bundled())
-    trainer = Trainer(teacher, recipe, read_texts(folder / "hidden"), folder / f"{ratio.replace(':', '-')}.pt")
+    label = hashlib.sha256(json.dumps([asdict(recipe), asdict(corpus)]).encode()).hexdigest()[:8]
+    name = ratio.replace(":", "-")
+    checkpoint = folder / f"{name}-{label}.pt"
+    trainer = Trainer(teacher.to(main.model.device), recipe, read_texts(folder / "hidden"), checkpoint)
     history = []
 
     def note(step: int, seen: int, loss: float) -> None:
@@ -399,7 +404,8 @@ def distill(
         report(f"{ratio}: step {step}, {seen:,} of {recipe.tokens:,} tokens, cross-entropy {loss:.3f}")
 
     trainer.run(note)
-    save_draft(trainer.draft, main.fingerprint, out or zoo.DRAFTS / ratio.replace(":", "-"))
+    trial = folder / f"{name}-trial"
+    save_draft(trainer.draft, main.fingerprint, out or (zoo.DRAFTS / name if tokens is None else trial))
     return history
 
 

@@ -28,10 +28,10 @@ import torch
 from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
 from specdec_lab.drafting import Drafter
 from specdec_lab.errors import DataError, SpecdecError, require
-from specdec_lab.metrics import Totals, position_counts, repeated_ngrams, totals
+from specdec_lab.metrics import Totals, first_difference, position_counts, repeated_ngrams, totals
 from specdec_lab.models.feed import CHUNK, feed
 from specdec_lab.models.protocol import Model
-from specdec_lab.provenance import provenance, weights_fingerprint
+from specdec_lab.provenance import provenance
 from specdec_lab.sampling import Sampling
 from specdec_lab.statistics import TOTALS, compare, summary
 from specdec_lab.tasks import Prompt, Score, get_task, load_prompts, score
@@ -86,28 +86,24 @@ class Block:
     repetition_penalty: float = 1.0
     seed: int = 0
     repeats: int = 1
-    device: str = "cpu"
+    device: str | None = None
     dtype: str | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        from specdec_lab.models.zoo import DTYPES
+        from specdec_lab.models.zoo import placement
 
-        object.__setattr__(self, "arms", tuple(self.arms))
+        device, dtype = placement(self.device, self.dtype)
+        for name, value in {"arms": tuple(self.arms), "device": device, "dtype": dtype}.items():
+            object.__setattr__(self, name, value)
         require("main", self.main, isinstance(self.main, str) and bool(self.main.strip()), "a model's name")
         ok = all(isinstance(arm, Arm) for arm in self.arms) and len(set(self.arms)) == len(self.arms)
         require("arms", self.arms, ok, "different Arm(draft, draft_length)")
         _whole("max_new_tokens", self.max_new_tokens, 1)
         _whole("seed", self.seed, 0, 2**62)
         _whole("repeats", self.repeats, 1)
-        require("dtype", self.dtype, self.dtype is None or self.dtype in DTYPES, ", ".join(DTYPES))
         if self.threads is not None:
             _whole("threads", self.threads, 1, 1024)
-        try:
-            known = torch.device(self.device).type in ("cpu", "cuda")
-        except (RuntimeError, TypeError):
-            known = False
-        require("device", self.device, known, "cpu, cuda or cuda:N")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             number = getattr(self, name)
             require(name, number, isinstance(number, int | float) and not isinstance(number, bool), "a number")
@@ -141,11 +137,11 @@ class Block:
 
         Raises ModelError where a model is missing.
         """
-        from specdec_lab.models.zoo import BUNDLED, GGUF_SHA256, drafter_fingerprint
+        from specdec_lab.models.zoo import drafter_fingerprint
 
         drafts = sorted({arm.draft for arm in self.arms})
-        weights = {name: weights_fingerprint(name, drafter_fingerprint) for name in drafts}
-        main = GGUF_SHA256 if self.main == BUNDLED else weights_fingerprint(self.main, drafter_fingerprint)
+        weights = {name: drafter_fingerprint(name) for name in drafts}
+        main = drafter_fingerprint(self.main)
         prompts = [prompt_sha(prompt) for prompt in self.chosen]
         decides = [SCHEMA, self.settings, [asdict(arm) for arm in self.arms], prompts, main, weights]
         return _sha(decides)[:16]
@@ -216,13 +212,20 @@ class Models:
         return self._main, self._drafters
 
     def score(self, prompt: Prompt, ids: Sequence[int], made: Generation) -> Score:
-        """The quality of a reply, remembered: lossless arms all give the same reply. ids: of the prompt."""
+        """quality_of a reply, remembered: lossless arms all give the same reply."""
         key = prompt_sha(prompt), tuple(made.tokens)
         if key not in self._scores:
-            needs_nll = get_task(prompt.task).quality == "mean_nll"
-            nll = mean_nll(self._main.model, ids, made.tokens) if needs_nll else None
-            self._scores[key] = score(prompt, made.text, nll)
+            self._scores[key] = quality_of(self._main.model, prompt, ids, made)
         return self._scores[key]
+
+
+def quality_of(model: Model, prompt: Prompt, ids: Sequence[int], made: Generation) -> Score:
+    """The task's score of a reply; ids: of the prompt. None for JSON or code that a length limit cut short."""
+    if get_task(prompt.task).quality == "mean_nll":
+        return score(prompt, made.text, mean_nll(model, ids, made.tokens))
+    if made.trace.finish in ("length", "context"):
+        return Score(None, {"cut": True})
+    return score(prompt, made.text)
 
 
 @torch.inference_mode()
@@ -286,7 +289,7 @@ def _measure(
                 quality = models.score(prompt, tokens, made)
                 about = {"prompt_id": prompt.id, "prompt_sha": prompt_sha(prompt), "kind": prompt.kind}
                 run = {"repeat": repeat, "order": order, "quality": quality.value}
-                same = _sameness(made.tokens, plain.tokens) if of and block.sampling.greedy else {}
+                same = _sameness(main.model, tokens, made.tokens, plain.tokens) if of and block.sampling.greedy else {}
                 rows.append({**_arm_columns(of), **about, **run, **same, **_counts(made)})
     return rows
 
@@ -319,13 +322,20 @@ def _arm_columns(arm: Arm | None) -> dict[str, Any]:
     return {"draft": "none", "draft_length": 0} if arm is None else asdict(arm)
 
 
-def _sameness(tokens: Sequence[int], plain: Sequence[int]) -> dict[str, Any]:
-    """Whether greedy tokens equal the baseline's; the index of the first that differs, −1 for none."""
-    if tokens == plain:
+def _sameness(model: Model, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]) -> dict[str, Any]:
+    """Whether greedy tokens equal the baseline's, the first index that differs (−1: none), and the margin there.
+
+    The margin is how far apart the two largest logits are, when the prefix is read in one pass: a small one is a
+    tie that another order of summation turns, as lower precision makes many.
+    """
+    at = first_difference(tokens, plain)
+    if at is None:
         return {"same_as_baseline": True, "first_divergence": -1}
-    pairs = zip(tokens, plain, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(plain)))
-    return {"same_as_baseline": False, "first_divergence": at}
+    ids = [*prompt, *plain[:at]]
+    hidden = feed(model, model.new_cache(1, len(ids)), [ids])
+    assert hidden is not None
+    top = model.logits(hidden)[0].topk(2).values
+    return {"same_as_baseline": False, "first_divergence": at, "divergence_margin": float(top[0] - top[1])}
 
 
 def _counts(made: Generation) -> dict[str, Any]:
@@ -357,12 +367,11 @@ def _metadata(block: Block, main: Any, drafters: Mapping[str, Drafter]) -> dict[
         "key": block.key,
         "rows": block.runs,
         "arms": [asdict(arm) for arm in block.arms],
-        "settings": {**block.settings, "dtype": str(main.model.dtype).removeprefix("torch.")},
+        "settings": block.settings,
         "provenance": about,
         "main": _sizes(main.model) | {"fingerprint": main.fingerprint},
         "drafts": {
-            name: _sizes(getattr(drafter, "model", None))
-            | {"fingerprint": weights_fingerprint(name, drafter_fingerprint)}
+            name: _sizes(getattr(drafter, "model", None)) | {"fingerprint": drafter_fingerprint(name)}
             for name, drafter in drafters.items()
         },
         "verify_curve": {"k": list(curve.ks), "ratio": list(curve.ratio), "seconds": list(curve.seconds)},
@@ -417,7 +426,12 @@ def sweep(blocks: Sequence[Block], folder: str | Path, progress: bool = True) ->
 TYPES = {
     **{"draft": pa.string(), "draft_length": pa.int32(), "prompt_id": pa.string(), "prompt_sha": pa.string()},
     **{"kind": pa.string(), "repeat": pa.int32(), "order": pa.int32()},
-    **{"quality": pa.float64(), "same_as_baseline": pa.bool_(), "first_divergence": pa.int32()},
+    **{
+        "quality": pa.float64(),
+        "same_as_baseline": pa.bool_(),
+        "first_divergence": pa.int32(),
+        "divergence_margin": pa.float64(),
+    },
     **{field.name: pa.float64() if field.type is float else pa.int32() for field in fields(Totals)},
     **{"decode_s": pa.float64(), "draft_prefill_s": pa.float64(), "untried": pa.int32()},
     **dict.fromkeys(("drafted_at", "tried_at", "accepted_at"), pa.list_(pa.int32())),
@@ -465,6 +479,9 @@ def _claim(folder: Path, key: str) -> Iterator[bool]:
             return
         except OSError:
             locked = False
+        if locked and (not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino):
+            yield False  # another worker finished meanwhile and removed the file that this lock is on
+            return
         for left_over in folder.glob(f".{key}.*.tmp") if locked else ():  # of a worker killed while it wrote
             left_over.unlink(missing_ok=True)
         try:

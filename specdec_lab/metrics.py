@@ -24,7 +24,6 @@ class Totals:
     accepted: int = 0
     rejected: int = 0
     steps: int = 0  # main forwards after prefill
-    drafting_steps: int = 0  # of them, those with a draft
     planned: int = 0  # tokens the draft length asked for
     emitted: int = 0
     overlap: float = 0.0  # Σ over drafted tokens of Σ min(p, q)
@@ -54,7 +53,6 @@ def totals(traces: Iterable[Trace]) -> Totals:
             accepted=sum(step.fate.count("accepted") for step in trace.steps),
             rejected=sum(step.fate.count("rejected") for step in trace.steps),
             steps=len(trace.steps),
-            drafting_steps=sum(bool(step.drafted) for step in trace.steps),
             planned=sum(step.planned for step in trace.steps),
             emitted=len(trace.tokens),
             overlap=sum(sum(step.overlap) for step in trace.steps),
@@ -169,6 +167,14 @@ def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float | None:
     return ratio(len(grams) - len(set(grams)), len(grams))
 
 
+def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
+    """Index of the first differing token, the shorter one's end counting as a difference; None when equal."""
+    for index, (a, b) in enumerate(zip(got, expected, strict=False)):
+        if a != b:
+            return index
+    return None if len(got) == len(expected) else min(len(got), len(expected))
+
+
 def repetition(traces: Sequence[Trace]) -> float | None:
     """Mean over texts of the share of repeated 4-grams in the output."""
     shares = [share for trace in traces if (share := repeated_ngrams(trace.tokens)) is not None]
@@ -254,8 +260,9 @@ def markdown() -> str:
         "",
         "Made from `specdec_lab.metrics.METRICS`; every ratio is defined there, once. *Accepted*: drafted tokens that",
         "stay. *Tried*: accepted or rejected; tokens behind a rejection are not tried. *Emitted*: what the user gets,",
-        "after end-of-sequence, stop strings and length limits cut the last step. *Plain loop*: the same decoder",
-        "without a draft, on the same prompts, measured in the same run.",
+        "after end-of-sequence, stop strings and length limits cut the last step; what that cut removes counts as",
+        "drafted and accepted, never as emitted. *Plain loop*: the same decoder without a draft, on the same prompts,",
+        "measured in the same run.",
         "",
         "| name | definition | unit | better | source |",
         "|---|---|---|---|---|",

@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -74,16 +73,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def weights_fingerprint(name: str, compute: Callable[[str], str]) -> str:
-    """compute(name), remembered in this process for as long as the files of a local model stay as they are."""
-    path = Path(name).expanduser()
-    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
-    stats = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    return _fingerprint(name, stats, compute) if files else compute(name)
-
-
-@lru_cache(maxsize=64)
-def _fingerprint(name: str, stats: tuple[tuple[str, int, int], ...], compute: Callable[[str], str]) -> str:
-    return compute(name)

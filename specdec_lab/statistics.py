@@ -21,6 +21,7 @@ from specdec_lab.trace import Trace
 
 Formula = Callable[[Totals, Totals], float | None]  # of an arm and its baseline
 RESAMPLES = 2000
+HOLDS_BACK = 0.9  # coverage below which a drafter's length is not its draft length, and theory has no prediction
 LEAST = 5  # prompts; fewer say too little about how prompts vary
 
 
@@ -197,7 +198,7 @@ def _by_position(rows: pd.DataFrame) -> dict[str, list[float]]:
 
 def _predicted(first: pd.Series, line: dict[str, Any]) -> float:
     alpha, c = line["acceptance_probability"], line["draft_cost_ratio"]
-    if not np.isfinite([alpha, c]).all():
+    if not np.isfinite([alpha, c]).all() or line["coverage"] < HOLDS_BACK:
         return float("nan")
     curve = theory.VerifyCurve(*(tuple(first[f"verify_{name}"]) for name in ("k", "ratio", "seconds")))
     return theory.speedup(alpha, int(first.draft_length), c, curve)

@@ -15,7 +15,7 @@ from specdec_lab.errors import require
 from specdec_lab.models.protocol import Model
 from specdec_lab.trace import now
 
-KS = (1, 2, 3, 4, 5, 7, 9, 12, 17, 25, 33)
+KS = (1, 2, 3, 4, 5, 8, 9, 12, 17, 25, 33)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 FATES = ("rejected", "accepted", "untried")
-KINDS = ("recovered", "bonus", "plain")
-FINISHES = ("eos", "stop", "length", "context")
 
 
 @dataclass(slots=True)
@@ -30,7 +28,7 @@ class Step:
     entropy: list[float]  # nats
     fate: list[str]  # one of FATES
     next_token: int
-    next_kind: str  # one of KINDS
+    next_kind: str  # "recovered", "bonus" or "plain"
     next_p: float
     next_largest_p: float
     next_entropy: float
@@ -56,7 +54,7 @@ class Trace:
     draft_prefill_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # as emitted, the EOS token included
-    finish: str = ""  # one of FINISHES
+    finish: str = ""  # "eos", "stop", "length" or "context"
     memory_bytes: int = 0  # CUDA: the allocator's peak; CPU: weights in all layouts and KV caches, of both models
 
     def to_dict(self) -> dict[str, Any]:

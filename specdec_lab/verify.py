@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from specdec_lab.decoding import Decoder
+from specdec_lab.metrics import first_difference
 from specdec_lab.models import zoo
 from specdec_lab.tasks import load_prompts
 
@@ -74,14 +75,6 @@ def generate(model: Any, ids: Sequence[int], max_new_tokens: int, eos: Sequence[
             **settings,
         )
     return out[0, len(ids) :].tolist()
-
-
-def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Index of the first differing token, the shorter one's end counting as a difference; None when equal."""
-    for index, (a, b) in enumerate(zip(got, expected, strict=False)):
-        if a != b:
-            return index
-    return None if len(got) == len(expected) else min(len(got), len(expected))
 
 
 @torch.inference_mode()

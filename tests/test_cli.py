@@ -64,8 +64,12 @@ def test_evaluate_reports_every_metric_per_task_and_saves_tokens(
     assert got["prompts"] == 3
     assert got["settings"]["seed"] == 3
     assert set(got["by_task"]) == {"prose", "json"}
-    assert set(got["metrics"]) == set(METRICS)
+    assert set(got["metrics"]) == {*METRICS, "quality", "scored"}
     assert got["metrics"]["speculative_speedup"] > 0
+    assert got["metrics"]["quality"] is None  # of two tasks
+    assert got["by_task"]["prose"]["scored"] == 2
+    assert got["by_task"]["prose"]["quality"] > 0  # mean negative log-likelihood
+    assert got["by_task"]["json"]["scored"] == 0  # cut at eight tokens
     lines = [json.loads(line) for line in saved.read_text().splitlines()]
     assert [line["id"] for line in lines] == ["a", "b", "c"]
     assert all(1 <= len(line["tokens"]) <= 8 for line in lines)

@@ -268,8 +268,8 @@ def test_ngram_drafts_do_not_change_the_distribution() -> None:
     class Repeat(NGram):
         """Always drafts, so that one-hot proposals are put to the test in every row."""
 
-        def _lookup(self, tokens: Sequence[int]) -> list[int]:
-            return [tokens[-1], tokens[-2]]
+        def _lookup(self, tokens: Sequence[int], length: int) -> list[int]:
+            return [tokens[-1], tokens[-2]][:length]
 
     model = random_llama(0, layers=2)
     counts = two_tokens(Decoder(model, Repeat(), 2), temperature=1.0, top_p=0.95)

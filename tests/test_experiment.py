@@ -140,7 +140,7 @@ def test_the_key_is_that_of_the_description(blocks: list[Block]) -> None:
     [
         *({name: value} for name, value in {"prompts": 2, "max_new_tokens": 11, "temperature": 0.1}.items()),
         *({name: value} for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1}.items()),
-        *({name: value} for name, value in {"repeats": 1, "device": "cuda", "dtype": "bfloat16"}.items()),
+        *({name: value} for name, value in {"repeats": 1, "dtype": "bfloat16"}.items()),
         *({name: value} for name, value in {"threads": 2, "repetition_penalty": 1.1, "task": "json"}.items()),
         *({"arms": arms} for arms in ((), (Arm("ngram", 2),), (Arm("ngram", 5), Arm("ngram", 2)))),
     ],
@@ -213,10 +213,15 @@ def test_greedy_arms_equal_their_baseline(undisturbed: Path) -> None:
     assert rows[(rows.temperature > 0) | (rows.draft == "none")].same_as_baseline.isna().all()
 
 
-def test_a_divergence_is_located() -> None:
-    same = experiment._sameness
+def test_a_divergence_is_located_and_its_margin_measured(tiny_folder: str) -> None:
+    model = zoo.load_main(tiny_folder, device="cpu").model
+    same = partial(experiment._sameness, model, [65, 66])
     assert same([1, 2], [1, 2]) == {"same_as_baseline": True, "first_divergence": -1}
-    assert same([1, 3, 4], [1, 2, 4])["first_divergence"] == 1
+    found = same([1, 3, 4], [1, 2, 4])
+    assert found["first_divergence"] == 1
+    logits = model.logits(model.forward(torch.tensor([[65, 66, 1]]), model.new_cache(1, 3)))[0, -1]
+    top = logits.topk(2).values
+    assert found["divergence_margin"] == pytest.approx(float(top[0] - top[1]), abs=1e-5)
     assert same([1, 2], [1, 2, 3])["first_divergence"] == 2
 
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from specdec_lab import plots
+from specdec_lab import plots, readings, tables
 from specdec_lab.errors import DataError
 from specdec_lab.metrics import Totals
 from specdec_lab.statistics import Interval, summary
@@ -44,7 +44,6 @@ def run(alpha: float, length: int, cost: float, tokens: int, rng: np.random.Gene
         accepted=int(accepted.sum()),
         rejected=int((tried - accepted).sum()),
         steps=steps,
-        drafting_steps=steps,
         planned=int(drafted.sum()),
         emitted=emitted,
         overlap=float(accepted.sum()),
@@ -113,13 +112,13 @@ FIGURES: dict[str, Callable[[pd.DataFrame, pd.DataFrame], Figure]] = {
     "prediction": lambda rows, arms: plots.prediction(rows, arms),
 }
 READINGS: dict[str, Callable[[pd.DataFrame, pd.DataFrame], str]] = {
-    "throughput": lambda rows, arms: plots.reading_throughput(arms),
-    "speedup": lambda rows, arms: plots.reading_speedup(arms),
-    "acceptance_by_position": lambda rows, arms: plots.reading_positions(rows),
-    "verify_cost": lambda rows, arms: plots.reading_verify(rows),
-    "time_split": lambda rows, arms: plots.reading_time_split(rows),
-    "prediction": lambda rows, arms: plots.reading_break_even(rows, arms),
-    "verdict": lambda rows, arms: plots.verdict(rows, arms, "1:4"),
+    "throughput": lambda rows, arms: readings.throughput(arms),
+    "speedup": lambda rows, arms: readings.speedup(arms),
+    "acceptance_by_position": lambda rows, arms: readings.positions(rows),
+    "verify_cost": lambda rows, arms: readings.verify(rows),
+    "time_split": lambda rows, arms: readings.time_split(rows),
+    "prediction": lambda rows, arms: readings.break_even(rows, arms),
+    "verdict": lambda rows, arms: readings.verdict(rows, arms, "1:4"),
 }
 
 
@@ -230,11 +229,11 @@ def test_measured_and_predicted_speedups_stand_beside_each_other(arms: pd.DataFr
 
 
 def test_ratios_are_computed_with_and_without_embedding(rows: pd.DataFrame, arms: pd.DataFrame) -> None:
-    assert plots.size_ratios(arms) == {"1:2": ("1:2", "1:2.7"), "1:4": ("1:4", "1:20")}
+    assert tables.size_ratios(arms) == {"1:2": ("1:2", "1:2.7"), "1:4": ("1:4", "1:20")}
     written = " ".join(text.get_text() for text in panels(plots.speedup(arms))[0].texts)
     assert "1:2\n(1:2.7)" in written
     assert "1:4\n(1:20)" in written
-    assert "1:4 (1:20 without embedding)" in plots.verdict(rows, arms, "1:4")
+    assert "1:4 (1:20 without embedding)" in readings.verdict(rows, arms, "1:4")
 
 
 def test_bars_end_at_the_cost_of_a_step(rows: pd.DataFrame, arms: pd.DataFrame) -> None:
@@ -356,7 +355,7 @@ def test_the_strip_shows_every_emitted_token_in_its_colour() -> None:
     colours = [plots.FATES[k] for k in ("accepted", "accepted", "recovered", "accepted", "accepted", "bonus", "plain")]
     assert [to_hex(patch.get_facecolor()) for patch in ax.patches] == colours
     assert len(ax.lines) == 3, "a tick where a step begins"
-    assert "7 tokens in 3 main forwards: of 5 drafted tokens 4" in plots.reading_trace(made)
+    assert "7 tokens in 3 main forwards: of 5 drafted tokens 4" in readings.trace(made)
 
 
 def test_the_strip_shows_no_token_the_user_did_not_get() -> None:
@@ -387,21 +386,21 @@ def test_sentences_hold_the_numbers_of_the_data(rows: pd.DataFrame, arms: pd.Dat
     json = arms[(arms.task == "json") & (arms.draft != "none")]
     best = json.loc[json.throughput.idxmax()]
     assert f"{best.draft} with γ = {best.draft_length} is fastest with {best.throughput:.1f}" in (
-        plots.reading_throughput(arms)
+        readings.throughput(arms)
     )
-    said = plots.reading_speedup(arms)
+    said = readings.speedup(arms)
     table = arms[arms.draft != "none"]
     assert f"Of {len(table)} settings {(table.speculative_speedup_low > 1).sum()} are faster" in said
     assert f"{(table.speculative_speedup_high < 1).sum()} slower" in said
-    assert "5 tokens cost 1.32×" in plots.reading_verify(rows)
+    assert "5 tokens cost 1.32×" in readings.verify(rows)
 
 
 def test_a_slow_draft_is_said_to_be_slow() -> None:
     rows = results({"json": 0.3}, {"1:2": (0, 0.6, 67_000_000, 38_900_000)}, lengths=(8,))
     arms = summary(rows, resamples=60)
-    assert "0 are faster than the plain loop, 1 slower" in plots.reading_speedup(arms)
-    assert "It is slower than the plain loop" in plots.verdict(rows, arms, "1:2")
-    assert "slower" in plots.reading_time_split(rows)
+    assert "0 are faster than the plain loop, 1 slower" in readings.speedup(arms)
+    assert "It is slower than the plain loop" in readings.verdict(rows, arms, "1:2")
+    assert "slower" in readings.time_split(rows)
 
 
 @pytest.mark.parametrize(
@@ -411,29 +410,29 @@ def test_a_slow_draft_is_said_to_be_slow() -> None:
 def test_the_verdict_follows_paired_intervals(alphas: tuple[float, float, float], expected: str) -> None:
     drafts = {f"1:{n}": (alpha, 0.1, 10**8 // n, 10**7 // n) for n, alpha in zip((2, 3, 4), alphas, strict=True)}
     rows = results({"code": 0.0}, drafts, lengths=(4,))
-    assert f"**code**: 1:3 with γ = 4 is **{expected}**" in plots.verdict(rows, summary(rows, resamples=60), "1:3")
+    assert f"**code**: 1:3 with γ = 4 is **{expected}**" in readings.verdict(rows, summary(rows, resamples=60), "1:3")
 
 
 def test_without_the_asked_draft_the_fastest_is_judged(rows: pd.DataFrame, arms: pd.DataFrame) -> None:
-    said = plots.verdict(rows, arms, "1:3")
+    said = readings.verdict(rows, arms, "1:3")
     assert "1:3" not in said.replace("1:3.", "")
     assert said.count("is **") == len(TASKS)
 
 
 def test_the_table_has_a_line_per_arm(arms: pd.DataFrame) -> None:
-    table = plots.sweep_table(arms)
+    table = readings.sweep_table(arms)
     assert len(table) == (arms.draft != "none").sum()
     assert list(table.task.drop_duplicates()) == list(TASKS)
-    assert plots.as_markdown(table).count("\n") == len(table) + 1
+    assert readings.as_markdown(table).count("\n") == len(table) + 1
 
 
 def test_the_metrics_table_reads_values_lists_and_gaps(
     arms: pd.DataFrame, nothing: tuple[pd.DataFrame, pd.DataFrame]
 ) -> None:
-    table = plots.metrics_table(arms[arms.draft == "1:2"].iloc[0]).set_index("metric")
+    table = readings.metrics_table(arms[arms.draft == "1:2"].iloc[0]).set_index("metric")
     assert float(table.value["throughput"]) == pytest.approx(arms[arms.draft == "1:2"].iloc[0].throughput, rel=1e-3)
     assert len(table.value["acceptance_by_position"].split()) == 2
-    empty = plots.metrics_table(nothing[1][nothing[1].draft == "ngram"].iloc[0]).set_index("metric")
+    empty = readings.metrics_table(nothing[1][nothing[1].draft == "ngram"].iloc[0]).set_index("metric")
     assert empty.value["acceptance_probability"] == "undefined"
     assert empty["95 % interval"]["throughput"] == "–"
 
@@ -445,13 +444,13 @@ def test_training_and_match_are_drawn() -> None:
     history = [(50, 100_000, 4.0), (100, 200_000, 3.0)]
     (line,) = plots.training(history).axes[0].lines
     assert list(line.get_ydata()) == [4.0, 3.0]
-    assert "from 4.000 to 3.000" in plots.reading_training(history).replace("went from 4.000", "from 4.000")
+    assert "from 4.000 to 3.000" in readings.training(history).replace("went from 4.000", "from 4.000")
     plots.training([]).draw_without_rendering()
-    assert "Nothing was trained" in plots.reading_training([])
+    assert "Nothing was trained" in readings.training([])
     nan = float("nan")
     matches = {"json": Interval(0.6, 0.5, 0.7, 20), "prose": Interval(0.4, nan, nan, 3)}
     fig = plots.greedy_match(matches)
     assert overlaps(fig) == outside(fig) == []
-    assert plots.reading_match(matches).endswith("**json** 0.60 (0.50 … 0.70), **prose** 0.40 (no interval).")
+    assert readings.match(matches).endswith("**json** 0.60 (0.50 … 0.70), **prose** 0.40 (no interval).")
     with pytest.raises(DataError, match="no task"):
         plots.greedy_match({})

@@ -34,7 +34,7 @@ def test_the_example_drafter_decodes_losslessly(tiny_folder: str) -> None:
 
 def test_the_python_example_runs_on_the_bundled_pair(bundled: zoo.Main, monkeypatch: pytest.MonkeyPatch) -> None:
     code = next(block for block in blocks("python") if "load_main" in block)
-    monkeypatch.setattr(zoo, "load_main", lambda name: bundled)
+    monkeypatch.setattr(zoo, "load_main", lambda name, dtype: bundled)
     exec(code, {})
 
 

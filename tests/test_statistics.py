@@ -107,11 +107,11 @@ def rows(draft: str = "1:4", speedup: float = 1.4, prompts: int = 12, seed: int 
     time = baseline if plain else seconds
     sums = {
         **{"emitted": tokens, "steps": tokens if plain else tokens // 2, "drafted": drafted, "planned": drafted},
-        **{"accepted": drafted / 2, "rejected": drafted / 4, "drafting_steps": 1, "overlap": drafted * 0.6},
+        **{"accepted": drafted / 2, "rejected": drafted / 4, "overlap": drafted * 0.6},
         **{"draft_s": drafted * 0.002, "verify_s": time * 0.9 - drafted * 0.002, "other_s": time * 0.1},
         **{"prefill_s": 0.5, "first_s": 0.6, "texts": 1, "decode_s": time},
     }
-    zero = {"drafted": 0, "planned": 0, "accepted": 0, "rejected": 0, "overlap": 0, "draft_s": 0, "drafting_steps": 0}
+    zero = {"drafted": 0, "planned": 0, "accepted": 0, "rejected": 0, "overlap": 0, "draft_s": 0}
     other = {"emitted": tokens, "steps": tokens, "verify_s": baseline * 0.9, "other_s": baseline * 0.1}
     base = {**sums, **zero, **other, "decode_s": baseline}
     columns = {

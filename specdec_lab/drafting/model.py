@@ -30,11 +30,17 @@ class DraftModel(Drafter):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and caches it adds to the main model's."""
-        return self.model.nbytes + (self.cache.nbytes if self.cache else 0)
+        """Bytes of weights it adds to the main model's."""
+        return self.model.nbytes
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of its KV cache."""
+        return self.cache.nbytes if self.cache else 0
 
     def start(self, rows: Sequence[Row], max_len: int) -> None:
         """Prefill all but the last token of each row that fits the draft's context."""
+        self.cache = None  # let go of the old one first
         self.cache = self.model.new_cache(len(rows), max_len)
         feed(self.model, self.cache, [self._known(row.tokens[: self.model.context_length][:-1]) for row in rows])
 

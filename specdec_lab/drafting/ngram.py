@@ -25,18 +25,20 @@ class NGram(Drafter):
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tree:
         """Draft up to lengths[r] tokens for each row; none where nothing matches."""
-        drafts = [self._lookup(row.tokens)[:length] for row, length in zip(rows, lengths, strict=True)]
+        drafts = [self._lookup(row.tokens, length) for row, length in zip(rows, lengths, strict=True)]
         width = max(map(len, drafts))
         tokens = torch.zeros(len(rows), width, dtype=torch.long)
         for row, draft in enumerate(drafts):
             tokens[row, : len(draft)] = torch.tensor(draft, dtype=torch.long)
         return chains(tokens, [len(draft) for draft in drafts])
 
-    def _lookup(self, tokens: Sequence[int]) -> list[int]:
+    def _lookup(self, tokens: Sequence[int], length: int) -> list[int]:
+        """What followed the match, and where that runs into the end of the text, the same again."""
         text = np.asarray(tokens)
         for n in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
             windows = np.lib.stride_tricks.sliding_window_view(text[:-1], n)
             hits = np.flatnonzero((windows == text[-n:]).all(1))
             if len(hits):
-                return list(text[hits[-1] + n :].tolist())
+                after = text[hits[-1] + n :]
+                return np.resize(after, length).tolist()
         return []

@@ -38,8 +38,9 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every row is one unbranched chain of n nodes."""
-        return bool((self.parents == torch.arange(-1, self.size - 1, device=self.parents.device)).all())
+        """Whether no row branches; padding, which comes last, may stand behind a shorter chain."""
+        chain = torch.arange(-1, self.size - 1, device=self.parents.device)
+        return bool(((self.parents == chain) | (self.parents == -2)).all())
 
 
 def chains(tokens: Tensor, lengths: Sequence[int], q: Tensor | None = None) -> Tree:
@@ -57,7 +58,12 @@ class Drafter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and caches it adds to the main model's."""
+        """Bytes of weights it adds to the main model's."""
+        return 0
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of its KV cache."""
         return 0
 
     def start(self, rows: Sequence[Row], max_len: int) -> None:

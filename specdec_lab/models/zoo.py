@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ def load_main(name: str = BUNDLED, device: str | None = None, dtype: str | None 
     device: "cpu", "cuda", …; default CUDA where there is one. dtype: float32, bfloat16 or float16; default
     float32 on CPU, bfloat16 on CUDA (float16 where the GPU lacks it). Raises ModelError when it cannot be used.
     """
+    where, kind = placement(device, dtype)
     path = fetch_bundled() if name == BUNDLED else _find(name)
-    model, tokenizer, eos = _load(path, name, *_placement(device, dtype))
+    model, tokenizer, eos = _load(path, name, torch.device(where), DTYPES[kind])
     return Main(name, model, tokenizer, eos, GGUF_SHA256 if name == BUNDLED else fingerprint(path))
 
 
@@ -70,8 +72,7 @@ def load_drafter(name: str, main: Main) -> Drafter:
         return DraftModel(_load_bundled_draft(name, main), main.model.vocab_size)
     if name == main.name:  # a model that drafts for itself: the most that acceptance can reach
         return DraftModel(main.model)
-    dtype = next(key for key, value in DTYPES.items() if value == main.model.dtype)
-    model, tokenizer, _ = _load(_find(name), name, main.model.device, DTYPES[dtype])
+    model, tokenizer, _ = _load(_find(name), name, main.model.device, main.model.dtype)
     check_vocabulary((tokenizer, model.vocab_size), (main.tokenizer, main.model.vocab_size))
     return DraftModel(model, main.model.vocab_size)
 
@@ -139,13 +140,21 @@ def cache_folder() -> Path:
 
 
 def fingerprint(path: Path) -> str:
-    """sha256 of a model file, or of a folder's configuration, vocabulary and weights."""
-    patterns = ("config.json", "tokenizer*.json", "chat_template*", "*.safetensors", "*.bin")
-    files = [path] if path.is_file() else sorted(file for pattern in patterns for file in path.glob(pattern))
+    """sha256 of a model file, or of all that a folder says: weights, configuration, vocabulary, chat template.
+
+    Remembered in this process for as long as the files stay as they are.
+    """
+    patterns = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.bin")
+    files = [path] if path.is_file() else sorted({file for pattern in patterns for file in path.glob(pattern)})
+    return _digest(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=64)
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
     digest = hashlib.sha256()
-    for file in files:
+    for file, *_ in files:
         with open(file, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+            digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
 
@@ -187,7 +196,10 @@ def _find(name: str) -> Path:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        if not list(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=[*patterns, "*.bin"]))
+        return folder
     except Exception as error:  # whatever the hub client raises: not found, gated, no network
         raise ModelError(
             f"cannot fetch {name!r} from the hub ({type(error).__name__}); without network, download it elsewhere "
@@ -199,22 +211,24 @@ def _listing(path: Path) -> str:
     return ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
 
 
-def _placement(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+def placement(device: str | None, dtype: str | None) -> tuple[str, str]:
+    """Names of the device and dtype to run on, None being the default; raises SettingError."""
+    gpus = torch.cuda.device_count()
+    allowed = "cpu, cuda or cuda:N, N below the number of GPUs" if gpus else "cpu; no CUDA device is there"
     try:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise SettingError("device", device, "cpu, cuda or another device that torch names") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        require("device", device, False, "cpu; no CUDA device is there")
+        where = torch.device(device or ("cuda" if gpus else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise SettingError("device", device, allowed) from error
+    require("device", device, where.type == "cpu" or (where.type == "cuda" and (where.index or 0) < gpus), allowed)
     if dtype is None:
         fast = "bfloat16" if where.type == "cuda" and torch.cuda.is_bf16_supported() else "float16"
         dtype = "float32" if where.type == "cpu" else fast
     require("dtype", dtype, dtype in DTYPES, ", ".join(DTYPES))
-    return where, DTYPES[dtype]
+    return str(where), dtype
 
 
-def read(path: Path) -> tuple[Any, Any]:
-    """A transformers model in fp32 (or as stored) and its tokenizer; ModelError when anything is missing."""
+def read(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """A transformers model and its tokenizer; ModelError when anything is missing."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -223,7 +237,7 @@ def read(path: Path) -> tuple[Any, Any]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(home, **where)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            home, dtype="auto" if not where else torch.float32, output_loading_info=True, **where
+            home, dtype=dtype, output_loading_info=True, **where
         )
     except Exception as error:  # transformers raises many kinds for broken folders
         raise ModelError(f"cannot load a causal language model from {path}: {type(error).__name__}: {error}") from error
@@ -234,8 +248,8 @@ def read(path: Path) -> tuple[Any, Any]:
 
 
 def _load(path: Path, name: str, device: torch.device, dtype: torch.dtype) -> tuple[Model, Any, tuple[int, ...]]:
-    model, tokenizer = read(path)
-    model = model.to(device=device, dtype=dtype)
+    model, tokenizer = read(path, dtype)
+    model = model.to(device)
     broken = next((key for key, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if broken:
         raise ModelError(f"the weights in {path} are not finite: {broken} holds NaN or infinity")

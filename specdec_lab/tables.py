@@ -1,0 +1,175 @@
+"""What figures and sentences are made of: experiment tables, checked, put in order and shaped for showing.
+
+"rows" are experiment.load's table, "arms" experiment.summary's. Intervals are 95 % ones (bootstrap over prompts).
+It does not know how results look or what is said about them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from specdec_lab.errors import DataError
+from specdec_lab.statistics import MACHINE, SETTINGS, interval, prompt_sums, resampled_sums
+from specdec_lab.theory import VerifyCurve
+
+TASKS = ("json", "code", "prose")  # shown before others
+PARTS = ("draft", "verify", "other")  # of a step's time
+ARM = ["task", "draft", "draft_length"]
+
+
+def _check(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """The table, arms with a draft and the baseline alike; DataError unless it is one main model's with the columns."""
+    if table.empty:
+        raise DataError("there is nothing to plot: the table of results has no rows")
+    lacking = [name for name in columns if name not in table]
+    if lacking:
+        raise DataError(f"the table of results has no column {', '.join(lacking)}; it has: {', '.join(table.columns)}")
+    if table.main.nunique() > 1:
+        raise DataError(f"a figure shows one main model, these results have {', '.join(sorted(set(table.main)))}")
+    if (table.draft == "none").all():
+        raise DataError("these results hold the plain loop alone; a figure needs a draft beside it")
+    return table
+
+
+def arms_of(arms: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Rows of experiment.summary with a draft, one per (task, draft, draft_length), large drafts first.
+
+    Raises DataError for a table that is empty, lacks one of the columns or mixes settings.
+    """
+    table = _check(arms, [*ARM, *columns])
+    table = table[table.draft != "none"]
+    for arm, same in table.groupby(ARM):
+        if len(same) > 1:
+            mixed = [name for name in ("part", *SETTINGS, *MACHINE) if name in same and same[name].nunique() > 1]
+            raise DataError(
+                f"{', '.join(map(str, arm))} stands {len(same)} times in these results; a figure shows one setting: "
+                f"pick one by {', '.join(mixed) or 'its rows'}"
+            )
+    return _by_draft(table, drafts_of(table))
+
+
+def _by_draft(table: pd.DataFrame, drafts: list[str]) -> pd.DataFrame:
+    return table.sort_values(["draft", "draft_length"], key=lambda x: x.map(drafts.index) if x.name == "draft" else x)
+
+
+def tasks_of(table: pd.DataFrame) -> list[str]:
+    """The tasks, known ones first."""
+    there = list(dict.fromkeys(table.task))
+    return [task for task in TASKS if task in there] + [task for task in there if task not in TASKS]
+
+
+def drafts_of(table: pd.DataFrame) -> list[str]:
+    """The drafts, the largest first; those without a model last."""
+    sizes = table[table.draft != "none"].groupby("draft", sort=False).draft_parameters.first()
+    return list(sizes.sort_values(ascending=False, kind="stable").index)
+
+
+# ---- names
+
+
+def short(name: str, most: int = 14) -> str:
+    """A model's name without its folders, cut in the middle."""
+    name = name.rstrip("/").rsplit("/", 1)[-1]
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most - most // 2 - 1) :]}"
+
+
+def title(task: str) -> str:
+    """A task's name, or its file's."""
+    return short(task, 24)
+
+
+def _size_ratio(main: float, draft: float) -> str:
+    """How much smaller a draft is, as "1:2.7"; a dash for a draft without parameters."""
+    if not draft or not main or not np.isfinite([main, draft]).all():
+        return "–"
+    times = main / draft
+    return f"1:{times:.0f}" if times >= 10 else f"1:{times:.1f}".removesuffix(".0")
+
+
+def size_ratios(table: pd.DataFrame) -> dict[str, tuple[str, str]]:
+    """Per draft: its ratio to the main model in all parameters, and in those outside embedding and head."""
+    first = table[table.draft != "none"].groupby("draft", sort=False).first()
+    return {
+        draft: (
+            _size_ratio(first.main_parameters[draft], first.draft_parameters[draft]),
+            _size_ratio(first.main_body_parameters[draft], first.draft_body_parameters[draft]),
+        )
+        for draft in drafts_of(table)
+    }
+
+
+def sizes(table: pd.DataFrame, in_all: str = "{}", without: str = "({})") -> dict[str, list[str]]:
+    """Per draft, what its name does not say: its total ratio, and the one without embedding, in these formats."""
+    return {
+        draft: [
+            *([] if total in (draft, "–") else [in_all.format(total)]),
+            *([] if body == "–" else [without.format(body)]),
+        ]
+        for draft, (total, body) in size_ratios(table).items()
+    }
+
+
+# ---- shapes
+
+
+def positions(rows: pd.DataFrame, over: str) -> pd.DataFrame:
+    """Acceptance at positions 1, 2, … of each (task, draft): columns position, value, value_low, value_high.
+
+    over: "drafted" or "tried". Taken from the longest drafts of each, whose positions reach furthest.
+    """
+    table = _check(rows, [*ARM, "prompt_id", f"{over}_at", "accepted_at"])
+    out = []
+    for (task, draft), group in table[table.draft != "none"].groupby(["task", "draft"], sort=False):
+        group = group[group.draft_length == group.draft_length.max()]
+        below, above = (  # [prompts, positions]
+            pd.DataFrame(group[f"{name}_at"].tolist(), index=group.prompt_id).groupby(level=0).sum()
+            for name in (over, "accepted")
+        )
+        for depth in below:
+            sums = resampled_sums({"above": above.get(depth, 0 * below[depth]), "below": below[depth]})
+            with np.errstate(divide="ignore", invalid="ignore"):
+                got = interval(sums["above"] / sums["below"], len(below))
+            out.append((task, draft, depth + 1, got.value, got.low, got.high))
+    return pd.DataFrame(out, columns=["task", "draft", "position", "value", "value_low", "value_high"])
+
+
+def curves(rows: pd.DataFrame) -> pd.DataFrame:
+    """T(k)/T(1) as each part measured it: index k, a column per part."""
+    table = _check(rows, ["part", "verify_k", "verify_ratio"]).drop_duplicates("part")
+    found = {row.part: pd.Series(row.verify_ratio, index=list(row.verify_k), dtype=float) for row in table.itertuples()}
+    return pd.DataFrame(found).sort_index()
+
+
+def split(rows: pd.DataFrame) -> pd.DataFrame:
+    """Per arm, with intervals: a step's cost in plain steps, its tokens tau, and their ratio, the gain.
+
+    The cost's parts are in draft_time, verify_time and other_time. Raises DataError where settings are mixed.
+    """
+    table = _check(rows, ["part", *ARM, "draft_s", "verify_s", "baseline_steps"])
+    out = []
+    for arm, group in table[table.draft != "none"].groupby(ARM, sort=False):
+        if group.part.nunique() > 1:
+            raise DataError(f"{', '.join(map(str, arm))}: several settings are mixed; pick one by the column `part`")
+        per_prompt = prompt_sums(group)
+        sums = resampled_sums({name: per_prompt[name] for name in per_prompt})
+        with np.errstate(divide="ignore", invalid="ignore"):
+            plain = sum(sums[f"baseline_{part}_s"] for part in PARTS) / sums["baseline_steps"]
+            times = {part: sums[f"{part}_s"] / sums["steps"] / plain for part in PARTS}
+            cost, tau = sum(times.values()), sums["emitted"] / sums["steps"]
+            found = {"cost": cost, "tau": tau, "gain": tau / cost}
+        line = dict(zip(ARM, arm, strict=True)) | {f"{part}_time": times[part][0] for part in PARTS}
+        for name, samples in found.items():
+            got = interval(samples, len(per_prompt))
+            line |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+        out.append(line)
+    return _by_draft(pd.DataFrame(out), drafts_of(table))
+
+
+def theory_of(rows: pd.DataFrame, arm: Any) -> tuple[float, float, VerifyCurve] | None:
+    """α, c and the verify-cost curve of an arm of the summary; None where nothing was drafted."""
+    first = rows[rows.part == arm.part].iloc[0]
+    curve = VerifyCurve(tuple(first.verify_k), tuple(first.verify_ratio), tuple(first.verify_seconds))
+    alpha, c = float(arm.acceptance_probability), float(arm.draft_cost_ratio)
+    return (alpha, c, curve) if np.isfinite([alpha, c]).all() else None
