@@ -54,7 +54,7 @@ def _set_threads(args: argparse.Namespace) -> None:
 
         from specdec_lab.errors import require
 
-        require("threads", args.threads, args.threads >= 1, "an integer >= 1")
+        require("threads", args.threads, 1 <= args.threads <= 1024, "an integer 1 … 1024")
         torch.set_num_threads(args.threads)
 
 
@@ -111,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     distill.add_argument("--ratio", required=True, help="1:2, 1:3 or 1:4")
     distill.add_argument("--tokens", type=int, help="training tokens; default the recipe's")
     distill.add_argument("--folder", type=Path, help="hidden states and checkpoints; default in the cache folder")
-    distill.add_argument("--out", type=Path, help="where the draft goes; default data/models")
+    distill.add_argument(
+        "--out", type=Path, help="folder the draft goes to; default data/models/<ratio>, for a trial the cache"
+    )
     distill.add_argument("--threads", type=int)
 
     match = command("match", _match, "greedy match of the bundled drafts on evaluation prompts")
@@ -213,56 +215,80 @@ def _generate(args: argparse.Namespace) -> Any:
 
 
 def _evaluate(args: argparse.Namespace) -> Any:
-    from specdec_lab.experiment import alternate, quality_of
+    from specdec_lab.experiment import alternate, encode_all, quality_of
     from specdec_lab.metrics import summarise
     from specdec_lab.tasks import load_prompts
 
     rows = load_prompts(args.prompts, args.limit)
+    if args.save_tokens:
+        args.save_tokens.write_text("")  # a place that cannot be written is told before a model loads
     main_model, decoder, plain = _decoders(args)
-    settings = _settings(args)
-    ids = [plain.encode(row.prompt) for row in rows]
+    settings, ids = _settings(args), encode_all(plain, rows)
     made: list[tuple[Any, Any]] = []  # (plain, drafting) generations
-    for row, ((_, without), (_, drafted)) in zip(rows, alternate([plain, decoder], ids, **settings), strict=True):
-        made.append((without, drafted))
-        if sys.stderr.isatty():
-            print(f"\r{len(made)} of {len(rows)}", end="", file=sys.stderr)
-        if args.save_tokens:
-            mode = "a" if len(made) > 1 else "w"
-            with open(args.save_tokens, mode, encoding="utf-8") as file:
-                file.write(json.dumps({"id": row.id, "tokens": drafted.tokens}) + "\n")
-
-    scores = [quality_of(main_model.model, row, ids[i], made[i][1]).value for i, row in enumerate(rows)]
+    interrupted = False
+    try:
+        for row, ((_, without), (_, drafted)) in zip(rows, alternate([plain, decoder], ids, **settings), strict=True):
+            made.append((without, drafted))
+            if sys.stderr.isatty():
+                print(f"\r{len(made)} of {len(rows)}", end="", file=sys.stderr)
+            if args.save_tokens:
+                with open(args.save_tokens, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"id": row.id, "tokens": drafted.tokens}) + "\n")
+    except KeyboardInterrupt:
+        interrupted = True
+    done = rows[: len(made)]
+    scores = [quality_of(main_model.model, row, ids[i], made[i][1]).value for i, row in enumerate(done)]
 
     def metrics_of(chosen: Sequence[int]) -> dict[str, Any]:
         found: dict[str, Any] = summarise([made[i][1].trace for i in chosen], [made[i][0].trace for i in chosen])
         known = [value for i in chosen if (value := scores[i]) is not None]
         return found | {"quality": sum(known) / len(known) if known else None, "scored": len(known)}
 
-    names = dict.fromkeys(row.task for row in rows)
-    by_task = {name: metrics_of([i for i, row in enumerate(rows) if row.task == name]) for name in names}
-    overall = metrics_of(range(len(rows)))
+    names = dict.fromkeys(row.task for row in done)
+    by_task = {name: metrics_of([i for i, row in enumerate(done) if row.task == name]) for name in names}
+    overall = metrics_of(range(len(done)))
     if len(names) > 1:  # scores of different tasks have no common mean
         overall |= {"quality": None, "scored": 0}
     for name, metrics in {**by_task, "all": overall}.items():
         _say(args, f"{name:8} {_line(metrics)}")
-    options = ("main", "draft", "draft_length", "prompts", "limit", *settings, "device", "dtype", "threads")
-    about = {name: getattr(args, name) for name in options}
-    return {"settings": about, "prompts": len(rows), "metrics": overall, "by_task": by_task}
+    options = ("main", "draft", "prompts", "limit", *settings, "device", "dtype", "threads")
+    about = {name: getattr(args, name) for name in options} | {"draft_length": decoder.draft_length}
+    result = {"settings": about, "prompts": len(done), "metrics": overall, "by_task": by_task}
+    if interrupted:
+        if args.json:
+            print(json.dumps(result | {"interrupted": True}, ensure_ascii=False))
+        raise KeyboardInterrupt
+    return result
 
 
 def _sweep(args: argparse.Namespace) -> Any:
+    from specdec_lab.experiment import grid
     from specdec_lab.notebooks import run_notebook
 
     names = ["main", "drafts", "tasks", "draft_lengths", "prompts", "max_new_tokens", "temperature", "seed"]
     names += ["device", "dtype", "threads", "results", "figures"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    given |= {name: str(Path(given[name]).resolve()) for name in ("results", "figures") if name in given}
-    if "tasks" in given:  # a notebook runs in the project's root
-        files = {task for task in given["tasks"] if task.endswith(".jsonl") and Path(task).is_file()}
-        given["tasks"] = [str(Path(task).resolve()) if task in files else task for task in given["tasks"]]
+    for name in ("main", "drafts", "tasks"):  # a notebook runs in the project's root
+        if name in given:
+            given[name] = _absolute(given[name])
+    if given:  # the figures of the default sweep are the ones README shows
+        given.setdefault("figures", "build/figures")
+    given |= {n: str(Path(given[n]).expanduser().resolve()) for n in ("results",) if n in given}
+    if args.figures:
+        given["figures"] = str(Path(args.figures).expanduser().resolve())
+    settings = {name: value for name, value in given.items() if name not in ("main", "results", "figures")}
+    grid([given["main"]] if "main" in given else ("bundled",), **settings)  # told before a kernel starts
     out = run_notebook("03_ratio_sweep", given)
     _say(args, f"the notebook with its results is {out}")
     return {"notebook": str(out)}
+
+
+def _absolute(names: Any) -> Any:
+    """The names, those of files and folders made absolute."""
+    if isinstance(names, list):
+        return [_absolute(name) for name in names]
+    path = Path(names).expanduser()
+    return str(path.resolve()) if path.exists() else names
 
 
 def _run(args: argparse.Namespace) -> Any:
@@ -295,8 +321,11 @@ def _distill(args: argparse.Namespace) -> Any:
 def _match(args: argparse.Namespace) -> Any:
     from specdec_lab.distill import greedy_completions, greedy_match
     from specdec_lab.drafting import DraftModel
-    from specdec_lab.models.zoo import load_drafter, load_main
+    from specdec_lab.errors import require
+    from specdec_lab.models.zoo import RATIOS, load_drafter, load_main
 
+    require("drafts", args.drafts, set(args.drafts) <= set(RATIOS), f"of {', '.join(RATIOS)}")
+    require("prompts", args.prompts, args.prompts >= 1, "an integer >= 1")
     main_model, found = load_main(), []
     drafters = {name: load_drafter(name, main_model) for name in args.drafts}
     for task in ("json", "code", "prose"):
@@ -306,7 +335,7 @@ def _match(args: argparse.Namespace) -> Any:
             got = greedy_match(drafter.model, completions)
             _say(args, f"{name} {task:6} {got.value:.3f} ({got.low:.3f} … {got.high:.3f}, {got.prompts} prompts)")
             found.append({"draft": name, "task": task, "match": got.value, "low": got.low, "high": got.high})
-    return found
+    return {"match": found}
 
 
 def _verify(args: argparse.Namespace) -> Any:

@@ -259,7 +259,10 @@ class Decoder:
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt: ids as they are, text through the chat template or the tokenizer."""
         if not isinstance(prompt, str):
-            ids = [int(token) for token in prompt]
+            ids = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+            require("prompt", prompt, all(map(whole, ids)), "text or a flat list of token ids")
+        elif not _encodable(prompt):
+            raise SettingError("prompt", prompt[:40], "text without lone surrogates")
         elif self.tokenizer is None:
             raise SettingError("prompt", prompt[:40], "token ids, as this decoder has no tokenizer")
         elif not prompt.strip():
@@ -271,19 +274,10 @@ class Decoder:
             ids = self.tokenizer(prompt)["input_ids"]
         require("prompt", prompt, len(ids) > 0, "text or token ids that are not empty")
         most = self.main.context_length - 1
-        require(
-            "prompt",
-            f"{len(ids)} tokens",
-            len(ids) <= most,
-            f"1 … {most} tokens, the model's context less one",
-        )
-        worst = next((token for token in ids if not 0 <= token < self.main.vocab_size), 0)
-        require(
-            "prompt",
-            f"token {worst}",
-            0 <= worst < self.main.vocab_size,
-            f"ids 0 … {self.main.vocab_size - 1}",
-        )
+        require("prompt", f"{len(ids)} tokens", len(ids) <= most, f"1 … {most} tokens, the model's context less one")
+        known = range(self.main.vocab_size)
+        worst = next((token for token in ids if token not in known), 0)
+        require("prompt", f"token {worst}", worst in known, f"ids 0 … {known[-1]}")
         return ids
 
     def _rows(
@@ -363,12 +357,19 @@ class Decoder:
     def _stops(self, emitted: Sequence[int], stops: Sequence[str]) -> bool:
         """Whether the last token completes a stop string; a character takes at most four byte tokens."""
         window = emitted[-(4 * max(map(len, stops)) + 4) :]
-        tail = self.tokenizer.decode(window, skip_special_tokens=True)
+        tail = self.tokenizer.decode(window)  # special tokens too, so that they can be stop strings
         return any(stop in tail for stop in stops)
 
     def _generation(self, row: Active) -> Generation:
         text = self.tokenizer.decode(row.trace.tokens, skip_special_tokens=True) if self.tokenizer else ""
         return Generation(text, list(row.trace.tokens), row.trace)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        return bool(text.encode()) or not text
+    except UnicodeEncodeError:
+        return False
 
 
 def _eos_of(tokenizer: Any) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 
 from specdec_lab.decoding import Decoder
@@ -365,11 +366,18 @@ def save_draft(draft: Any, main_sha256: str, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     weights = {f"model.{k}": v for k, v in draft.state_dict().items() if not k.startswith("embed_tokens")}
-    save_file(quantise(weights), folder / "model.safetensors", metadata={"main_sha256": main_sha256})
+    scratch = folder / ".model.safetensors.tmp"
+    try:
+        save_file(quantise(weights), scratch, metadata={"main_sha256": main_sha256})
+        scratch.chmod(0o644)
+        os.replace(scratch, folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot write the draft to {folder}: {error}; the checkpoint is kept") from error
+    finally:
+        scratch.unlink(missing_ok=True)
     config = draft.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
     config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
-    (folder / "model.safetensors").chmod(0o644)
 
 
 def distill(

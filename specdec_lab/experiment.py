@@ -27,7 +27,7 @@ import torch
 
 from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
 from specdec_lab.drafting import Drafter
-from specdec_lab.errors import DataError, SpecdecError, require
+from specdec_lab.errors import DataError, SettingError, SpecdecError, require
 from specdec_lab.metrics import Totals, first_difference, position_counts, repeated_ngrams, totals
 from specdec_lab.models.feed import CHUNK, feed
 from specdec_lab.models.protocol import Model
@@ -160,7 +160,7 @@ def grid(
     """
     named = {"mains": mains, "drafts": drafts, "tasks": tasks, "draft_lengths": draft_lengths}
     for name, values in named.items():
-        require(name, values, not isinstance(values, str) and len(values) > 0, "a list with one value at least")
+        require(name, values, isinstance(values, list | tuple) and len(values) > 0, "a list with one value at least")
     known = [field.name for field in fields(Block) if field.name not in ("main", "task", "arms")]
     for name in common:
         require("setting", name, name in known, ", ".join(known))
@@ -278,7 +278,7 @@ def _measure(
     decoders = [baseline]
     for arm in block.arms:
         decoders.append(Decoder(main.model, drafters[arm.draft], arm.draft_length, main.tokenizer, eos=main.eos))
-    ids = [baseline.encode(prompt.prompt) for prompt in block.chosen]
+    ids = encode_all(baseline, block.chosen)
     settings = {**asdict(block.sampling), "max_new_tokens": block.max_new_tokens}
     rows = []
     for repeat in range(block.repeats):
@@ -292,6 +292,17 @@ def _measure(
                 same = _sameness(main.model, tokens, made.tokens, plain.tokens) if of and block.sampling.greedy else {}
                 rows.append({**_arm_columns(of), **about, **run, **same, **_counts(made)})
     return rows
+
+
+def encode_all(decoder: Decoder, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of every prompt; raises DataError naming the prompt that does not fit."""
+    ids = []
+    for prompt in prompts:
+        try:
+            ids.append(decoder.encode(prompt.prompt))
+        except SettingError as error:
+            raise DataError(f"prompt {prompt.id}: {error}") from error
+    return ids
 
 
 def alternate(

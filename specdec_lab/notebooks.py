@@ -68,6 +68,14 @@ def parameters_of(name: str | Path) -> dict[str, str]:
     return {parameter: about["default"] for parameter, about in found.items()}
 
 
+def _is_notebook(path: Path) -> bool:
+    try:
+        nbformat.read(path, as_version=4)
+    except Exception:  # nbformat raises many kinds for broken files
+        return False
+    return True
+
+
 class OwnKernel(AsyncKernelManager):
     """Starts this interpreter, whatever kernels are registered on the machine."""
 
@@ -115,6 +123,7 @@ def run_notebook(
         where = f"cell {error.exec_count} of {path.stem} failed"
         raise SpecdecError(f"{where}: {error.ename}: {error.evalue}; what ran is in {out}") from error
     finally:
-        if scratch.exists():
+        if scratch.exists() and _is_notebook(scratch):
             os.replace(scratch, out)
+        scratch.unlink(missing_ok=True)
     return out

@@ -34,7 +34,7 @@ class Sampling:
             ("top_k", lambda x: whole(x) and x >= 0, "an integer >= 0 (0 is off)"),
             ("top_p", lambda x: 0 < x <= 1, "0 < top_p <= 1 (1 is off)"),
             ("min_p", lambda x: 0 <= x < 1, "0 <= min_p < 1 (0 is off)"),
-            ("repetition_penalty", lambda x: math.isfinite(x) and x > 0, "a number > 0 (1 is off)"),
+            ("repetition_penalty", lambda x: 0.01 <= x <= 100, "0.01 … 100 (1 is off)"),
         ):
             value = getattr(self, name)
             require(name, value, isinstance(value, Real) and ok(value), allowed)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from specdec_lab import experiment
 from specdec_lab.errors import DataError, ModelError, SettingError, SpecdecError, UnknownNameError
 from specdec_lab.experiment import Arm, Block, grid, load, mean_nll, read_part, run_block, summary, sweep
+from specdec_lab.models import zoo
 
 IDS = ["part", "draft", "draft_length", "prompt_id", "repeat"]
 
@@ -446,6 +448,7 @@ def test_a_block_that_another_worker_holds_is_waited_for(
 WORKER = """
 import json, os, signal, sys
 from specdec_lab import experiment
+from specdec_lab.models import zoo
 from specdec_lab.experiment import Arm, Block
 
 folder, descriptions, dies_at = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])

@@ -2,7 +2,8 @@
 
 On CPU in fp32, `F.linear` re-reads the weights when four or more tokens come at once. Two layouts avoid that:
 a transposed copy for `torch.mm`, and oneDNN's own packed blocks. The packed product is a private operation of
-torch, so it is tried once and left alone where it is missing.
+torch, so it is tried once and left alone where it is missing. Drafts may read int8 weights instead: a quarter of the
+bytes, and rounding that costs acceptance, never correctness.
 """
 
 from functools import cache
@@ -11,14 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec_lab.models.int8 import SCALE, quantise
+
+INT8_TOKENS = 128  # most tokens of an int8 product
+INT8_BLOCK = 64  # rows and columns of its weights come in multiples of this
+
 
 class Linear:
-    """y = x Wᵀ + b for x [..., in_features]; `layout` is "plain", "transposed" or "packed"."""
+    """y = x Wᵀ + b for x [..., in_features]; `layout` is "plain", "transposed", "packed" or "int8"."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, layout: str = "plain") -> None:
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
             layout = "plain"
-        if layout == "packed" and not packing_works():
+        if (layout == "packed" and not packing_works()) or (layout == "int8" and not int8_works()):
             layout = "transposed"
         self.layout, self.bias = layout, bias
         self.out_features, self.in_features = weight.shape
@@ -26,6 +32,11 @@ class Linear:
             self.weight = weight.t().contiguous()
         elif layout == "packed":
             self.weight = _pack(weight)
+        elif layout == "int8":
+            # the product reads whole blocks: sizes that are no multiples of one are padded with zeros
+            padded = F.pad(weight, (0, -self.in_features % INT8_BLOCK, 0, -self.out_features % INT8_BLOCK))
+            stored = quantise({"weight": padded})
+            self.weight, self.scale = stored["weight"], stored["weight" + SCALE].bfloat16()
         else:
             self.weight = weight.contiguous()
 
@@ -38,17 +49,41 @@ class Linear:
         if self.layout == "plain":
             return F.linear(x, self.weight, self.bias)
         flat = x.reshape(-1, self.in_features)
-        if self.layout == "packed":
+        if self.layout == "int8":
+            y = self._int8(flat)
+        elif self.layout == "packed":
             y = torch.ops.mkldnn._linear_pointwise(flat, self.weight, self.bias, "none", [], "")
         elif self.bias is None:
             y = torch.mm(flat, self.weight)
         else:
             y = torch.addmm(self.bias, flat, self.weight)
-        return y.view(*x.shape[:-1], self.out_features)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _int8(self, x: Tensor) -> Tensor:
+        """x [n, in_features]; the int8 product is made for few tokens, many are cheaper with the weights expanded."""
+        x = F.pad(x, (0, self.weight.shape[1] - self.in_features))
+        if len(x) <= INT8_TOKENS:
+            y = torch._weight_int8pack_mm(x.bfloat16(), self.weight, self.scale).float()
+        else:
+            y = x @ (self.weight.float() * self.scale.float()[:, None]).t()
+        y = y[:, : self.out_features]
+        return y if self.bias is None else y + self.bias
 
 
 def _pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 32)
+
+
+@cache
+def int8_works() -> bool:
+    """Whether this build of torch has the weight-only int8 product and it computes the right thing."""
+    weight, x = torch.linspace(-1, 1, 64 * 64).view(64, 64), torch.linspace(-1, 1, 5 * 64).view(5, 64)
+    stored = quantise({"weight": weight})
+    try:
+        y = torch._weight_int8pack_mm(x.bfloat16(), stored["weight"], stored["weight" + SCALE].bfloat16())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return torch.allclose(y.float(), x @ weight.t(), atol=0.3)
 
 
 @cache

@@ -6,6 +6,7 @@ values are never expanded. It takes a config and tensors; it does not know files
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 class Layer:
     """The weights of one decoder block, fused where inputs are shared."""
 
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, int8: bool) -> None:
         def get(name: str) -> Tensor | None:
             return weights.get(prefix + name)
 
@@ -31,7 +32,7 @@ class Layer:
             return Linear(
                 torch.cat([weights[f"{prefix}{name}.weight"] for name in names]),
                 torch.cat(biases) if biases else None,
-                layout,
+                "int8" if int8 else layout,
             )
 
         self.attention_norm = weights[prefix + "input_layernorm.weight"]
@@ -51,12 +52,18 @@ class LlamaModel:
     """A Llama-family causal LM behind the Model protocol.
 
     config: a transformers config of one of FAMILY. weights: its state dict, in the dtype and on the device to
-    run on. shares: a model whose embedding and head are used, for drafts that are stored without their own.
+    run on. shares: a model whose embedding and head are used, for drafts that are stored without their own. int8:
+    round the weights of layers and head to int8 for speed, for drafts.
     Raises ModelError for what this decoder does not compute.
     """
 
     def __init__(
-        self, config: Any, weights: Mapping[str, Tensor], name: str, shares: "LlamaModel | None" = None
+        self,
+        config: Any,
+        weights: Mapping[str, Tensor],
+        name: str,
+        shares: "LlamaModel | None" = None,
+        int8: bool = False,
     ) -> None:
         _check(config)
         self.name = name
@@ -75,17 +82,22 @@ class LlamaModel:
             self.head = Linear(self.embedding if tied else weights["lm_head.weight"], None, "packed")
         else:
             tied = True
-            self.embedding, self.head = shares.embedding, shares.head
+            self.embedding, self.head = shares.embedding, shares.int8_head if int8 else shares.head
         copied = self.head.weight is not self.embedding
         self._shared_nbytes = 0 if shares else self.embedding.nbytes + (self.head.nbytes if copied else 0)
         self.vocab_size = self.embedding.shape[0]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.layers = [Layer(weights, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
+        self.layers = [Layer(weights, f"model.layers.{i}.", int8) for i in range(config.num_hidden_layers)]
         self.norm = weights["model.norm.weight"]
         self.inv_freq, self.rope_scale = _rotary(config, self.device)
         self.embedding_parameters = self.embedding.numel() * (1 if tied else 2)
         own = sum(w.numel() for key, w in weights.items() if "embed_tokens" not in key and "lm_head" not in key)
         self.parameters = own + self.embedding_parameters
+
+    @cached_property
+    def int8_head(self) -> Linear:
+        """The head rounded to int8, for the drafts that share it."""
+        return Linear(self.embedding, None, "int8")
 
     @property
     def nbytes(self) -> int:

