@@ -109,6 +109,8 @@ class Block:
             require(name, number, isinstance(number, int | float) and not isinstance(number, bool), "a number")
             object.__setattr__(self, name, float(number))  # 1 and 1.0 are one setting and have one key
         _whole("top_k", self.top_k, 0)
+        if self.prompts is not None:
+            _whole("prompts", self.prompts, 1)
         _ = self.sampling, [get_task(prompt.task) for prompt in self.chosen]  # these validate
 
     @property

@@ -82,7 +82,7 @@ def assert_same_rows(found: pd.DataFrame, expected: pd.DataFrame) -> None:
         ({"main": ""}, SettingError, "main"),
         ({"arms": ("1:4",)}, SettingError, "arms"),
         ({"arms": (Arm(), Arm())}, SettingError, "arms"),
-        ({"prompts": 0}, SettingError, "limit = 0"),
+        ({"prompts": 0}, SettingError, "prompts = 0"),
         ({"max_new_tokens": 0}, SettingError, "max_new_tokens = 0.*>= 1"),
         ({"max_new_tokens": 2.5}, SettingError, "max_new_tokens"),
         ({"temperature": -0.1}, SettingError, "temperature"),
@@ -92,7 +92,7 @@ def assert_same_rows(found: pd.DataFrame, expected: pd.DataFrame) -> None:
         ({"top_k": -1}, SettingError, "top_k"),
         ({"seed": -1}, SettingError, "seed"),
         ({"repeats": 0}, SettingError, "repeats"),
-        ({"device": "gpu7"}, SettingError, "device.*cuda"),
+        ({"device": "gpu7"}, SettingError, "device = 'gpu7'"),
         ({"dtype": "int4"}, SettingError, "dtype.*bfloat16"),
         ({"threads": 0}, SettingError, "threads"),
     ],
@@ -263,7 +263,10 @@ def test_summary_has_a_line_per_arm(undisturbed: Path) -> None:
     assert len(table) == 4 * 3
     assert "temperature" in table
     assert table[table.draft == "none"].speculative_speedup.eq(1).all()
-    assert table[table.draft != "none"].predicted_speedup.gt(0).all()
+    holds_back = table.coverage < 0.9  # as n-gram drafts do where nothing matches
+    assert table[(table.draft != "none") & ~holds_back].predicted_speedup.gt(0).all()
+    assert holds_back.any()
+    assert table[holds_back].predicted_speedup.isna().all()
     assert table.prompts.eq(3).all()
 
 
@@ -280,7 +283,9 @@ def test_prose_is_scored_by_the_main_models_likelihood(tiny_folder: str, undistu
     assert mean_nll(model, prompt, reply) == pytest.approx(expected, rel=1e-4)
     assert mean_nll(model, prompt, []) is None
     rows = load(undisturbed).set_index("prompt_id")
-    assert set(rows.quality["j"]) <= {0.0, 1.0}
+    cut = rows.loc["j"].finish == "length"  # half an object is no wrong object
+    assert rows.quality["j"][cut].isna().all()
+    assert set(rows.quality["j"][~cut]) <= {0.0, 1.0}
     assert (rows.quality.drop("j") > 0).all()
 
 
@@ -288,7 +293,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_nothing_is_written(tiny_folde
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 600}))
     block = Block(tiny_folder, str(long), (Arm("ngram", 2),), max_new_tokens=4)
-    with pytest.raises(SettingError, match="prompt"):
+    with pytest.raises(DataError, match="prompt long-1: .*tokens"):
         sweep([block], tmp_path / "results", progress=False)
     assert not list((tmp_path / "results").glob("*.parquet"))
 
