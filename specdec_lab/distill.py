@@ -115,7 +115,7 @@ class Corpus:
     seed: int = 0
 
 
-CORPUS = Corpus({"train_json": 830, "train_code": 550, "train_prose": 430})
+CORPUS = Corpus({"train_json": 883, "train_code": 595, "train_prose": 442})
 
 
 def cache_hidden_states(
