@@ -505,7 +505,7 @@ def test_times_and_memory(main: Main, drafter: Callable[[str], Drafter]) -> None
         ({"top_p": 0}, r"top_p = 0: allowed is 0 < top_p <= 1"),
         ({"min_p": 1}, r"min_p = 1: allowed is 0 <= min_p < 1"),
         ({"top_k": -1}, r"top_k = -1: allowed is an integer >= 0"),
-        ({"repetition_penalty": 0}, r"repetition_penalty = 0: allowed is a number > 0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty = 0: allowed is 0.01 … 100"),
         ({"stop": ""}, r"stop = '': allowed is strings that are not empty"),
         ({"stop": ("a", "")}, r"stop = \('a', ''\): allowed is strings that are not empty"),
     ],

@@ -64,7 +64,8 @@ def drafts(tree: Tree) -> list[list[int]]:
 def test_chains() -> None:
     tree = chains(torch.arange(8).view(2, 4), [4, 2])
     assert tree.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -2, -2]]
-    assert not tree.is_chain
+    assert tree.is_chain  # padding behind a shorter chain is no branch
+    assert not Tree(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[-1, -1, 0]]), None).is_chain
     assert chains(torch.arange(8).view(2, 4), [4, 4]).is_chain
     assert chains(torch.zeros(2, 0, dtype=torch.long), [0, 0]).is_chain
 
@@ -80,9 +81,9 @@ def test_the_empty_drafter_proposes_nothing() -> None:
     [
         ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3]),  # what followed 1 2 3
         ([5, 3, 8, 1, 2, 3, 9, 7, 3, 6, 4, 2, 3], [9, 7, 3, 6]),  # 2 3 beats the later 3 alone
-        ([1, 3, 5, 1, 3, 6, 1, 3], [6, 1, 3]),  # the most recent 1 3
+        ([1, 3, 5, 1, 3, 6, 1, 3], [6, 1, 3, 6]),  # the most recent 1 3, whose end meets the text's: round again
         ([1, 2, 3, 4], []),
-        ([7, 7], [7]),
+        ([7, 7], [7, 7, 7, 7]),
         ([7], []),
     ],
 )
@@ -93,7 +94,7 @@ def test_ngram_looks_up(tokens: list[int], expected: list[int]) -> None:
 def test_ngram_rows_are_ragged_and_one_hot() -> None:
     rows = [row([1, 2, 9, 8, 7, 1, 2]), row([4, 5]), row([3, 3, 3, 3]), row([1, 2, 9, 8, 7, 1, 2])]
     tree = NGram().propose(rows, [3, 3, 3, 0])
-    assert drafts(tree) == [[9, 8, 7], [], [3], []]
+    assert drafts(tree) == [[9, 8, 7], [], [3, 3, 3], []]
     assert tree.q is None
 
 

@@ -78,7 +78,7 @@ def test_a_limit_below_one_is_refused(limit: Any) -> None:
 
 
 def test_an_unknown_task_lists_what_exists() -> None:
-    with pytest.raises(UnknownNameError, match=r"no task 'poetry'.*code.*json.*prose.*qa"):
+    with pytest.raises(UnknownNameError, match=r"no prompts file or task 'poetry'.*code.*json.*prose.*qa"):
         load_prompts("poetry")
 
 
