@@ -189,7 +189,7 @@ def throughput(arms: pd.DataFrame) -> Figure:
             ax.set_xlim(low - 0.05, high + 0.05)
         ax.xaxis.set_major_locator(MaxNLocator(5))
     plain_line = _key("", "plain loop, 95 % interval", **loop)
-    _legend(fig, [*_draft_keys(table), plain_line, _key("", "number: draft length")], RATIOS)
+    _legend(fig, [*_draft_keys(table), plain_line], f"{RATIOS}; number: draft length")
     for task, ax in axes.items():
         _label_points(fig, ax, table[table.task == task])
     return fig
