@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 
 from specdec_lab.decoding import Decoder
@@ -41,14 +42,16 @@ def bench(
     for name in ("lean", "transformers"):
         report(f"{name + ', ms':22}" + "".join(f"{1e3 * s:8.1f}" for s in curves[name]))
     report("lean T(k) / T(1)      " + "".join(f"{s / curves['lean'][0]:8.2f}" for s in curves["lean"]))
-    memory = {name: peak_memory(name) for name in ("none", *zoo.RATIOS)}
-    for name, size in memory.items():
-        growth = "" if name == "none" else f", {size / memory['none'] - 1:+.1%} over main alone"
-        report(f"peak memory with draft {name}: {size / 2**20:,.0f} MiB{growth}")
+    memory = {name: process_memory(name) for name in ("none", *zoo.RATIOS)}
+    for name, sizes in memory.items():
+        growth = "" if name == "none" else f"; held {sizes['held'] / memory['none']['held'] - 1:+.1%} over main alone"
+        report(
+            f"memory with draft {name}: " + ", ".join(f"{k} {v / 2**20:,.0f} MiB" for k, v in sizes.items()) + growth
+        )
     return {
         "plain_loop": loop,
         "verify_curves": curves,
-        "peak_bytes": memory,
+        "memory_bytes": memory,
         "machine": provenance(str(main.model.device)),
     }
 
@@ -109,20 +112,25 @@ def verify_curves(main: zoo.Main, reference: Any, context: int = 128, repeats: i
     }
 
 
-def peak_memory(draft: str) -> int:
-    """Peak bytes of a fresh process that decodes 64 tokens with that draft, shared libraries included."""
+def process_memory(draft: str) -> dict[str, int]:
+    """Bytes of a fresh process that decodes 64 tokens with that draft.
+
+    held: weights and KV caches of both models. resident: of the process after decoding, libraries included; on CUDA
+    the allocator's. peak: the same at its highest, which is while the main model's file is read.
+    """
     code = f"from specdec_lab.bench import _decode_once; _decode_once({draft!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return int(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _decode_once(draft: str) -> None:
     main = zoo.load_main()
     prompt = load_prompts("code", 1)[0].prompt
-    Decoder(main.model, zoo.load_drafter(draft, main), 4, main.tokenizer, eos=main.eos).generate(
-        prompt, max_new_tokens=64
-    )
+    decoder = Decoder(main.model, zoo.load_drafter(draft, main), 4, main.tokenizer, eos=main.eos)
+    held = decoder.generate(prompt, max_new_tokens=64).trace.memory_bytes
     if main.model.device.type == "cuda":
-        print(torch.cuda.max_memory_allocated())
+        resident, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     else:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        resident = psutil.Process().memory_info().rss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"held": held, "resident": resident, "peak": peak}))
