@@ -83,8 +83,8 @@ class LlamaModel:
         else:
             tied = True
             self.embedding, self.head = shares.embedding, shares.int8_head if int8 else shares.head
-        copied = self.head.weight is not self.embedding
-        self._shared_nbytes = 0 if shares else self.embedding.nbytes + (self.head.nbytes if copied else 0)
+        copied = self.head.weight is not self.embedding and not (shares and self.head is shares.head)
+        self._outer_nbytes = (0 if shares else self.embedding.nbytes) + (self.head.nbytes if copied else 0)
         self.vocab_size = self.embedding.shape[0]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.layers = [Layer(weights, f"model.layers.{i}.", int8) for i in range(config.num_hidden_layers)]
@@ -101,8 +101,8 @@ class LlamaModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own weights in every layout kept; a shared embedding and head belong to their owner."""
-        return self._shared_nbytes + sum(layer.nbytes for layer in self.layers)
+        """Bytes of its own weights in every layout kept; a shared embedding or head belongs to its owner."""
+        return self._outer_nbytes + sum(layer.nbytes for layer in self.layers)
 
     def new_cache(self, rows: int, max_len: int) -> KVCache:
         """An empty cache for `rows` sequences of up to `max_len` tokens."""
