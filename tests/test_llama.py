@@ -189,7 +189,7 @@ def test_a_draft_shares_embedding_and_head() -> None:
     assert ours.embedding is shared.embedding
     assert ours.head is shared.head
     assert ours.parameters == shared.parameters
-    assert ours.nbytes == shared.nbytes - shared._shared_nbytes
+    assert ours.nbytes == shared.nbytes - shared._outer_nbytes
     tokens = torch.tensor([text(10, 6)])
     assert torch.equal(
         ours.logits(ours.forward(tokens, ours.new_cache(1, 6))),
