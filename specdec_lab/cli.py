@@ -268,14 +268,11 @@ def _sweep(args: argparse.Namespace) -> Any:
     names = ["main", "drafts", "tasks", "draft_lengths", "prompts", "max_new_tokens", "temperature", "seed"]
     names += ["device", "dtype", "threads", "results", "figures"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    for name in ("main", "drafts", "tasks"):  # a notebook runs in the project's root
-        if name in given:
-            given[name] = _absolute(given[name])
+    # a notebook runs in the project's root
+    given |= {name: _absolute(given[name]) for name in ("main", "drafts", "tasks") if name in given}
+    given |= {name: str(Path(given[name]).expanduser().resolve()) for name in ("results", "figures") if name in given}
     if given:  # the figures of the default sweep are the ones README shows
         given.setdefault("figures", "build/figures")
-    given |= {n: str(Path(given[n]).expanduser().resolve()) for n in ("results",) if n in given}
-    if args.figures:
-        given["figures"] = str(Path(args.figures).expanduser().resolve())
     settings = {name: value for name, value in given.items() if name not in ("main", "results", "figures")}
     grid([given["main"]] if "main" in given else ("bundled",), **settings)  # told before a kernel starts
     out = run_notebook("03_ratio_sweep", given)

@@ -367,9 +367,10 @@ class Decoder:
 
 def _encodable(text: str) -> bool:
     try:
-        return bool(text.encode()) or not text
+        text.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def _eos_of(tokenizer: Any) -> tuple[int, ...]:

@@ -165,7 +165,7 @@ def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
     return digest.hexdigest()
 
 
-def export(name: str, folder: Path, main: Main | None = None) -> None:
+def export(name: str, folder: Path) -> None:
     """Write the bundled main model ("main") or one of its drafts as a plain Hugging Face folder.
 
     transformers loads a draft written so as `assistant_model`. Raises UnknownNameError for other names.
