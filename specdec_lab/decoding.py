@@ -80,7 +80,7 @@ def decode(
             tokens = [step.drafted[node] for node in path] + [step.next_token]
             step.emitted, row.trace.finish = cut(row, tokens)
             row.tokens += tokens[: step.emitted]
-        drafter.observe(rows, [len(path) for path in paths])
+        drafter.observe(rows, paths, hidden)
         end = now(main.device)
         for row, step in zip(rows, steps, strict=True):
             step.draft_s, step.verify_s, step.other_s = drafted - start, verified - drafted, end - verified
@@ -327,9 +327,10 @@ class Decoder:
             held = torch.cuda.memory_allocated(self.main.device)
         cache = self.main.new_cache(len(rows), longest)
         start = now(self.main.device)
-        feed(self.main, cache, [row.tokens[:-1] for row in rows], self.prefill_chunk)
+        kept: list[list[Tensor]] | None = [[] for _ in rows] if self.drafter.reads_hidden else None
+        feed(self.main, cache, [row.tokens[:-1] for row in rows], self.prefill_chunk, kept)
         filled = now(self.main.device)
-        self.drafter.start(rows, longest)
+        self.drafter.start(rows, longest, [torch.cat(states) if states else torch.empty(0) for states in kept or ()])
         ready = now(self.main.device)
         for row in rows:
             row.trace.prefill_s, row.trace.draft_prefill_s = filled - start, ready - filled

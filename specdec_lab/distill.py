@@ -36,6 +36,7 @@ from specdec_lab.tasks.prompts import FOLDER
 SEQUENCE = 384  # most tokens of a training sequence of real text …
 WINDOW = 1_600  # … which are cut from so many characters
 SHARD = 128  # texts of a shard; a killed run loses at most one
+LATER = 0.8  # weight of each later rollout step, to the one before
 TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 0.7, 1.0, 1.0)  # of the main model's completions, in turn
 
 
@@ -52,6 +53,8 @@ class Recipe:
     others: int = 2048  # … and as many random ones of the rest, new ones each step
     prompt_share: float = 0.25  # share of prompt positions that count in the loss
     feature_weight: float = 0.5  # of the smooth-L1 between hidden states
+    rollout: int = 0  # steps that a feature-conditioned draft is trained on its own output; 0 = a draft of its own
+    parallel: bool = False  # its later steps see learned placeholders, so that one forward drafts them all
     warmup_steps: int = 100
     seed: int = 0
 
@@ -91,7 +94,52 @@ def draft_from(main: Any, recipe: Recipe) -> Any:
         weights |= {f"layers.{index}.{key}": value for key, value in part.items()}
     draft.load_state_dict(weights)
     draft.embed_tokens.requires_grad_(False)
-    return draft
+    return FeatureDraft(draft, recipe) if recipe.rollout else draft
+
+
+class FeatureDraft(torch.nn.Module):
+    """Layers that read the main model's hidden state beside each token, trained on what they will meet.
+
+    Entry t holds token t + 1 and the hidden state of token t, and stands for the hidden state of token t + 1.
+    Where decoding has no hidden state yet, the draft's own output takes its place (EAGLE, 2401.15077), or a
+    learned placeholder when the whole block is drafted at once (P-EAGLE, 2602.01469). Rollout step j is trained
+    on that: its entry t sees entries of the first step up to t - j + 1, then one of each later step, itself last
+    (EAGLE-3's training-time test, 2503.01840).
+    """
+
+    def __init__(self, body: Any, recipe: Recipe) -> None:
+        super().__init__()
+        size = body.config.hidden_size
+        self.body, self.rollout = body, recipe.rollout
+        self.fuse = torch.nn.Linear(2 * size, size, bias=False)
+        with torch.no_grad():
+            self.fuse.weight.normal_(0, 0.02)
+            self.fuse.weight[:, size:] += torch.eye(size)
+        later = recipe.rollout - 1 if recipe.parallel else 0
+        self.placeholders = torch.nn.Parameter(torch.randn(later, size) * 0.02) if later else None
+
+    def forward(self, embedded: Tensor, hidden: Tensor) -> list[Tensor]:
+        """embedded, hidden [rows, n + 1, hidden_size] → per rollout step [rows, n, hidden_size]."""
+        from transformers import DynamicCache
+
+        embedded, hidden = embedded[:, 1:], hidden[:, :-1].to(embedded.dtype)
+        n, size = embedded.shape[1:]
+        cache, index, outputs = DynamicCache(), torch.arange(n, device=embedded.device), []
+        feature = hidden
+        for step in range(self.rollout):
+            if step and self.placeholders is not None:
+                x = self.placeholders[step - 1].expand_as(embedded)
+            else:
+                both = (F.rms_norm(part, (size,)) for part in (embedded, feature))
+                x = self.fuse(torch.cat(list(both), -1))
+            gap = index[:, None] - index  # [query, key]
+            mask = torch.cat([gap >= step, *(gap == step - s for s in range(1, step + 1))], 1)
+            out = self.body(
+                inputs_embeds=x, attention_mask=mask[None, None], position_ids=index[None], past_key_values=cache
+            ).last_hidden_state
+            outputs.append(out)
+            feature = F.pad(out, (0, 0, 1, 0))[:, :-1].to(embedded.dtype)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -302,15 +350,26 @@ class Trainer:
         scale *= 0.5 * (1 + math.cos(math.pi * min(1.0, self.seen / self.recipe.tokens))) * 0.97 + 0.03
         self.optimizer.param_groups[0]["lr"] = self.recipe.learning_rate * scale
         with torch.autocast(self.device.type, torch.bfloat16):
-            out = self.draft(inputs_embeds=F.embedding(tokens, self.head), use_cache=False).last_hidden_state
-            ours, theirs = out[counted], hidden[counted]  # [positions, hidden_size]
+            embedded = F.embedding(tokens, self.head)
+            if self.recipe.rollout:
+                outputs = self.draft(embedded, hidden)
+                hidden, counted = hidden[:, 1:], counted[:, 1:]
+            else:
+                outputs = [self.draft(inputs_embeds=embedded, use_cache=False).last_hidden_state]
+            theirs = hidden[counted]  # [positions, hidden_size]
             others = self.rest[torch.randperm(len(self.rest), generator=self.rng)[: self.recipe.others]]
             head = self.half[torch.cat([self.frequent, others.to(self.device)])]  # [subset, hidden_size]
             with torch.no_grad():
                 target = F.linear(theirs.bfloat16(), head).float().softmax(-1)
-            guess = F.linear(ours, head).float()
-        entropy = F.cross_entropy(guess, target)  # the forward KL but for the main model's own entropy
-        loss = entropy + self.recipe.feature_weight * F.smooth_l1_loss(ours.float(), theirs.float())
+            losses, weight = [], 1.0
+            for out in outputs:
+                ours = out[counted]
+                # the forward KL but for the main model's own entropy
+                losses.append(weight * F.cross_entropy(F.linear(ours, head).float(), target))
+                features = F.smooth_l1_loss(ours.float(), theirs.float())
+                losses.append(weight * self.recipe.feature_weight * features)
+                weight *= LATER
+        entropy, loss = losses[0], sum(losses)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_((p for p in self.draft.parameters() if p.requires_grad), 1.0)

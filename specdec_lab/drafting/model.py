@@ -38,7 +38,7 @@ class DraftModel(Drafter):
         """Bytes of its KV cache."""
         return self.cache.nbytes if self.cache else 0
 
-    def start(self, rows: Sequence[Row], max_len: int) -> None:
+    def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """Prefill all but the last token of each row that fits the draft's context."""
         self.cache = None  # let go of the old one first
         self.cache = self.model.new_cache(len(rows), max_len)
@@ -78,10 +78,10 @@ class DraftModel(Drafter):
                 self.cache.advance([int(i + 1 < length) for length in lengths])  # the others' is scratch
         return chains(tokens, lengths, torch.stack(q, 1) if q else None)
 
-    def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
+    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
         """Roll the cache back to the committed prefix; the last drafted token was never written."""
         assert self.cache is not None
-        kept = [before + stay for before, stay in zip(self._before, accepted, strict=True)]
+        kept = [before + len(path) for before, path in zip(self._before, paths, strict=True)]
         self.cache.rollback([min(pair) for pair in zip(self.cache.lengths, kept, strict=True)])
 
     def drop(self, row: int) -> None:

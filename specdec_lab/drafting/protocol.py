@@ -55,6 +55,7 @@ class Drafter:
 
     name = "none"
     context_length: int | None = None  # most tokens it can look at; None = any number
+    reads_hidden = False  # whether start and observe need the main model's hidden states
 
     @property
     def nbytes(self) -> int:
@@ -66,17 +67,22 @@ class Drafter:
         """Bytes of its KV cache."""
         return 0
 
-    def start(self, rows: Sequence[Row], max_len: int) -> None:
-        """New sequences of up to max_len tokens each; forget the old ones."""
+    def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
+        """New sequences of up to max_len tokens each; forget the old ones.
+
+        hidden[r]: the main model's final hidden states [len(tokens) - 1, hidden_size] of all tokens but the last,
+        for a drafter that reads them.
+        """
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tree:
         """Draft up to lengths[r] tokens for each row. Here: nothing, which makes decoding autoregressive."""
         return chains(torch.zeros(len(rows), 0, dtype=torch.long), [0] * len(rows))
 
-    def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
-        """Hear how many drafted tokens of each row stayed.
+    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
+        """Hear which drafted nodes of each row stayed, from the root down.
 
         `rows[r].tokens` holds them and the token after them, but for a row that has just ended: its tokens are cut.
+        hidden: the main model's final hidden states [rows, 1 + n, hidden_size] of the root and every node.
         """
 
     def drop(self, row: int) -> None:

@@ -59,22 +59,25 @@ class KVCache:
         """Bytes held by keys and values."""
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
-    def block(self, n: int, parents: Tensor | None = None) -> Block:
+    def block(self, n: int, parents: Tensor | None = None, behind: int = 0) -> Block:
         """Plan a block of n tokens per row.
 
         parents: LongTensor [rows, n], each token's parent inside the block (a lower index), -1 for the
             committed prefix, -2 for padding; None for a chain. Padding comes last, so no real token sees it.
-            Raises ModelError when the block does not fit.
+        behind: how many tokens of the same tree, not committed, are in the cache already; parents then holds theirs,
+            too: [rows, behind + n]. A tree grows level by level so.
+        Raises ModelError when the block does not fit.
         """
         device = self.keys[0].device
         lengths = torch.tensor(self.lengths, device=device)  # [rows]
+        n += behind
         upto = max(self.lengths) + n
         if upto > self.max_len:
             raise ModelError(f"the cache has room for {self.max_len} tokens a row; {upto} were asked for")
         slots = lengths[:, None] + torch.arange(n, device=device)  # [rows, n]
         start = self.lengths[0] if min(self.lengths) == max(self.lengths) else None
         if n == 1 and start is not None:
-            return Block(slots, slots, upto, None, start)
+            return Block(slots, slots, upto, None, start)  # behind is 0
         ancestors, depth = _ancestry(n, parents, device)  # [rows|1, n, n], [rows|1, n]
         mask = torch.zeros(self.rows, n, upto, dtype=torch.bool, device=device)
         mask |= torch.arange(upto, device=device) < lengths[:, None, None]  # the committed prefix
@@ -83,7 +86,11 @@ class KVCache:
         else:
             index = slots[:, None, :].expand(self.rows, n, n)
             mask.scatter_(2, index, ancestors.expand(self.rows, n, n))
-        return Block(slots, lengths[:, None] + depth, upto, mask[:, None], start)
+        positions = lengths[:, None] + depth
+        if behind:
+            slots, positions, mask = slots[:, behind:], positions[:, behind:], mask[:, behind:]
+            start = None if start is None else start + behind
+        return Block(slots, positions, upto, mask[:, None], start)
 
     def write(self, layer: int, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Store a block's keys and values `[rows, kv_heads, n, head_dim]`; return views up to `block.upto`."""
@@ -143,10 +150,10 @@ def _ancestry(n: int, parents: Tensor | None, device: torch.device) -> tuple[Ten
     """
     if parents is None:
         return torch.ones(1, n, n, dtype=torch.bool, device=device).tril(), torch.arange(n, device=device)[None]
-    rows = parents.shape[0]
-    seen = torch.eye(n, dtype=torch.bool, device=device).repeat(rows, 1, 1)  # [rows, n, n]
-    row = torch.arange(rows, device=device)
-    for i in range(1, n):
-        parent = parents[:, i]
-        seen[:, i] |= seen[row, parent.clamp(min=0)] & (parent >= 0)[:, None]
+    index = torch.arange(n, device=device)
+    # a token reaches itself and its parent in one hop; squaring doubles the hops
+    seen = (index[:, None] == index) | (parents[..., None] == index)  # [rows, n, n]
+    for _ in range((n - 1).bit_length()):
+        reach = seen.float()
+        seen = reach @ reach > 0
     return seen, seen.sum(-1) - 1

@@ -11,9 +11,16 @@ from specdec_lab.models.protocol import Model
 CHUNK = 256  # tokens of a prefill chunk; bounds the attention mask and the activations of long prompts
 
 
-def feed(model: Model, cache: KVCache, tokens: Sequence[Sequence[int]], chunk: int = CHUNK) -> Tensor | None:
+def feed(
+    model: Model,
+    cache: KVCache,
+    tokens: Sequence[Sequence[int]],
+    chunk: int = CHUNK,
+    kept: list[list[Tensor]] | None = None,
+) -> Tensor | None:
     """Append `tokens[row]` to each active row of the cache, at most `chunk` at a time.
 
+    kept: a list per row that gains the hidden states [n, hidden_size] of its tokens, chunk by chunk.
     Returns the hidden state of each row's last token [rows, hidden_size] (undefined for a row given none), or
     None when no row was given any.
     """
@@ -25,6 +32,9 @@ def feed(model: Model, cache: KVCache, tokens: Sequence[Sequence[int]], chunk: i
         hidden = model.forward(block, cache)  # [rows, width, hidden_size]
         counts = [len(piece) for piece in pieces]
         cache.advance(counts)
+        if kept is not None:
+            for states, row, count in zip(kept, hidden, counts, strict=True):
+                states.append(row[:count])
         ends = torch.tensor([max(count - 1, 0) for count in counts], device=model.device)
         here = hidden[torch.arange(len(counts), device=model.device), ends]  # [rows, hidden_size]
         fresh = torch.tensor([count > 0 for count in counts], device=model.device)[:, None]

@@ -53,7 +53,8 @@ class LlamaModel:
 
     config: a transformers config of one of FAMILY. weights: its state dict, in the dtype and on the device to
     run on. shares: a model whose embedding and head are used, for drafts that are stored without their own. int8:
-    round the weights of layers and head to int8 for speed, for drafts.
+    round the weights of layers and head to int8 for speed, for drafts. vocabulary: token ids [v] that the head of a
+    sharing draft is trimmed to (FR-Spec, 2502.14856); its logits are over these.
     Raises ModelError for what this decoder does not compute.
     """
 
@@ -64,6 +65,7 @@ class LlamaModel:
         name: str,
         shares: "LlamaModel | None" = None,
         int8: bool = False,
+        vocabulary: Tensor | None = None,
     ) -> None:
         _check(config)
         self.name = name
@@ -81,8 +83,12 @@ class LlamaModel:
             tied = config.tie_word_embeddings or "lm_head.weight" not in weights
             self.head = Linear(self.embedding if tied else weights["lm_head.weight"], None, "packed")
         else:
-            tied = True
-            self.embedding, self.head = shares.embedding, shares.int8_head if int8 else shares.head
+            tied, self.embedding = True, shares.embedding
+            if vocabulary is None:
+                self.head = shares.int8_head if int8 else shares.head
+            else:
+                self.head = Linear(self.embedding[vocabulary], None, "int8" if int8 else "packed")
+        self.vocabulary = vocabulary
         copied = self.head.weight is not self.embedding and not (shares and self.head is shares.head)
         self._outer_nbytes = (0 if shares else self.embedding.nbytes) + (self.head.nbytes if copied else 0)
         self.vocab_size = self.embedding.shape[0]
@@ -111,16 +117,19 @@ class LlamaModel:
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None) -> Tensor:
         """Final hidden states [rows, n, hidden_size] of a block of tokens; see protocol.Model.forward."""
-        rows, n = tokens.shape
+        return self._layers(F.embedding(tokens, self.embedding), cache, parents)
+
+    def _layers(self, x: Tensor, cache: KVCache, parents: Tensor | None, behind: int = 0) -> Tensor:
+        """All decoder blocks and the last norm, on inputs [rows, n, hidden_size]."""
+        rows, n, _ = x.shape
         group = self.heads // self.kv_heads
-        block = cache.block(n, parents)
+        block = cache.block(n, parents, behind)
         cos, sin = self._rope(block.positions)  # [rows, n, 1, head_dim]
         mask = None
         if block.mask is not None:
             mask = torch.zeros(block.mask.shape, dtype=self.dtype, device=self.device)
             mask.masked_fill_(~block.mask, float("-inf"))
             mask = mask.repeat(1, 1, group, 1)  # [rows, 1, group * n, upto]
-        x = F.embedding(tokens, self.embedding)  # [rows, n, hidden_size]
         for index, layer in enumerate(self.layers):
             h = F.rms_norm(x, (self.hidden_size,), layer.attention_norm, self.eps)
             heads = layer.qkv(h).view(rows, n, self.heads + 2 * self.kv_heads, self.head_dim)
@@ -142,7 +151,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head: [..., hidden_size] to float32 [..., vocab_size]."""
+        """The head: [..., hidden_size] to float32 [..., vocab_size], or [..., v] where it is trimmed."""
         return self.head(hidden).float()
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,6 +163,36 @@ class LlamaModel:
         q, k = qk[:, :, : self.heads], qk[:, :, self.heads :]
         size = (self.head_dim,)
         return torch.cat([F.rms_norm(q, size, layer.q_norm, self.eps), F.rms_norm(k, size, layer.k_norm, self.eps)], 2)
+
+
+class FeatureModel(LlamaModel):
+    """Layers that read the main model's hidden states, as `distill.FeatureDraft` trains them.
+
+    weights: as of LlamaModel, and `fuse.weight` [hidden_size, 2 · hidden_size], which joins a token's embedding with
+    the hidden state before it; with `placeholders` [depth - 1, hidden_size] it drafts up to `depth` tokens at once.
+    """
+
+    def __init__(self, config: Any, weights: Mapping[str, Tensor], *args: Any, **options: Any) -> None:
+        super().__init__(config, weights, *args, **options)
+        self.fuse = Linear(weights["fuse.weight"], None, "transposed")
+        self.placeholders = weights.get("placeholders")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own weights."""
+        return super().nbytes + self.fuse.nbytes
+
+    @torch.inference_mode()
+    def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """Entries [rows, n, hidden_size] of tokens [rows, n] and the hidden states before them."""
+        size = (self.hidden_size,)
+        both = F.rms_norm(F.embedding(tokens, self.embedding), size), F.rms_norm(features, size)
+        return self.fuse(torch.cat(both, -1))
+
+    @torch.inference_mode()
+    def run(self, inputs: Tensor, cache: KVCache, parents: Tensor | None = None, behind: int = 0) -> Tensor:
+        """Hidden states [rows, n, hidden_size] of entries; parents and behind as in KVCache.block."""
+        return self._layers(inputs, cache, parents, behind)
 
 
 def _rotate_half(x: Tensor) -> Tensor:
