@@ -30,7 +30,7 @@ $(READY): pyproject.toml constraints.txt
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,structured]'
 	@touch $@
 
 model: $(MODEL)  ## the bundled main model, fetched once
@@ -60,7 +60,8 @@ types: $(READY)  ## mypy
 pytest: $(READY)
 	$(BIN)/pytest
 
-bench: $(MODEL)  ## speed of the plain loop, overhead, verify-cost curve, memory
+bench: $(MODEL)  ## speed of every way to decode, beside other systems; about 20 minutes
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,structured,bench]'
 	$(BIN)/specdec-lab bench
 
 verify: $(MODEL)  ## greedy output against transformers: every draft, task and draft length

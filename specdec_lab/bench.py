@@ -1,90 +1,434 @@
-"""Speed of the parts on this machine, in one run with alternating arms: medians, and ratios with intervals."""
+"""One run over every arm, ours and other systems', prompt by prompt in rotating order; ratios with intervals.
+
+An arm is a way to decode, in one of three modes: greedy, sampled at the main model's recommended temperature, and
+constrained by the prompt's own JSON schema. Its speed-up is over the own plain loop of its mode on the same prompts.
+"""
 
 import json
+import math
+import re
 import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from specdec_lab.decoding import Decoder
-from specdec_lab.metrics import overhead_share, totals
+from specdec_lab import metrics, peers
+from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
+from specdec_lab.errors import DataError, SpecdecError, UnknownNameError, require, whole
+from specdec_lab.experiment import encode_all
+from specdec_lab.metrics import Totals, loops, repeated_ngrams, totals
 from specdec_lab.models import zoo
-from specdec_lab.provenance import provenance
-from specdec_lab.statistics import ratio_interval
-from specdec_lab.tasks import load_prompts
+from specdec_lab.provenance import ROOT, provenance
+from specdec_lab.sampling import Sampling
+from specdec_lab.statistics import Interval, ratio_interval
+from specdec_lab.tasks import Prompt, load_prompts, score
+from specdec_lab.tasks.prompts import spread
 from specdec_lab.theory import measure_verify_curve
 from specdec_lab.trace import now
-from specdec_lab.verify import generate
 
 TASKS = ("json", "code", "prose")
+OURS = (*zoo.RATIOS, "ngram", "feature", "parallel", "ngram+feature", "grammar", "fastest")
+SAMPLED = ("1:4", "ngram+feature", "fastest")  # also measured at the recommended sampling
+SCHEMA = ("grammar", "ngram+feature", "fastest")  # also measured under the prompt's schema
+LENGTHS = {"ngram": 8, "ngram+feature": 8, "parallel": 8, "grammar": MAX_DRAFT}  # draft lengths; 4 for others
+WARM_UP = 16  # tokens
+QUIET = 0.15  # share of the cores that others may use
+STEADY = 1.5  # how much longer than its median a probe may take, nine times in ten
+RESULTS, README = ROOT / "data" / "results" / "bench.json", ROOT / "README.md"
 
 
-def bench(
-    main: zoo.Main, reference: Any, prompts: int = 4, max_new_tokens: int = 64, report: Callable[[str], Any] = print
-) -> dict[str, Any]:
-    """Plain loop against transformers' generate, overhead, verify-cost curves, memory; JSON-able.
+@dataclass(frozen=True)
+class Plan:
+    """What a benchmark runs. arms: names of OURS, peers.NAMES and folders of drafts; the plain loop always runs.
 
-    prompts: of each task. reference: the main model as transformers has it.
+    prompts: of each task, and of each category of Spec-Bench. temperature, top_p: of the sampled mode; 0 leaves that
+    out. Raises SettingError for a value out of range, UnknownNameError for an arm or a task.
     """
-    loop = plain_loop(main, reference, prompts, max_new_tokens)
-    report(
-        f"plain loop over transformers.generate: {loop['ratio']:.2f}× ({loop['low']:.2f} … {loop['high']:.2f}, "
-        f"{loop['prompts']} prompts), {loop['tokens_per_s']:.1f} against {loop['reference_tokens_per_s']:.1f} tokens/s"
-    )
-    report(f"time outside model forwards: {loop['overhead_share']:.1%} of the plain loop")
+
+    tasks: tuple[str, ...] = TASKS
+    arms: tuple[str, ...] = (*peers.NAMES, *OURS)
+    prompts: int = 10
+    max_new_tokens: int = 64
+    temperature: float = 0.2
+    top_p: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "arms"):
+            require(name, getattr(self, name), len(getattr(self, name)) > 0, "one name at least")
+        for name in self.arms:
+            self._check_arm(name)
+        for name in ("prompts", "max_new_tokens"):
+            value = getattr(self, name)
+            require(name, value, whole(value) and value >= 1, "an integer >= 1")
+        require("seed", self.seed, whole(self.seed) and 0 <= self.seed < 2**62, "an integer 0 … 2⁶² − 1")
+        Sampling(temperature=self.temperature, top_p=self.top_p)
+        for task in self.tasks:
+            load_prompts(task, 1)
+
+    @staticmethod
+    def _check_arm(name: str) -> None:
+        if name in OURS or Path(name).is_dir():
+            return
+        try:
+            peers.check_name(name)
+        except UnknownNameError:
+            raise UnknownNameError("arm", name, (*OURS, *peers.NAMES, "a draft's folder")) from None
+
+    @property
+    def ours(self) -> list[str]:
+        """The selected arms of this package, without the plain loop."""
+        return [name for name in self.arms if name in OURS or Path(name).is_dir()]
+
+    @property
+    def others(self) -> list[str]:
+        """The selected other systems."""
+        return [name for name in self.arms if name not in self.ours]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt in one mode. task: its task type, or its category of Spec-Bench."""
+
+    mode: str
+    task: str
+    prompt: Prompt
+    ids: list[int]
+    settings: dict[str, Any] = field(default_factory=dict)  # of Decoder.generate
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one arm did with one item. seconds: of the whole call; made: None for other systems."""
+
+    item: Item
+    arm: str
+    seconds: float
+    tokens: list[int]
+    made: Generation | None = None
+
+    @property
+    def sums(self) -> Totals:
+        """Counts and times of the decoding, all zero for other systems."""
+        return totals([self.made.trace] if self.made else [])
+
+
+Arm = Callable[[Item, int], tuple[list[int], Generation | None]]  # (item, max_new_tokens)
+
+
+def bench(main: zoo.Main, reference: Any, plan: Plan, report: Callable[[str], Any] = print) -> dict[str, Any]:
+    """Run the plan. reference: the main model as transformers has it. Returns what `markdown` renders; JSON-able."""
+    before = quiet()
+    report(said_of(before))
+    found = Arms(main, plan)
+    items = found.items()
+    report(f"{len(items)} prompts and modes × arms, {plan.max_new_tokens} new tokens each")
+    with peers.load_peers(plan.others, main, reference, items[0].ids) as others:
+        found.add_peers(others)
+        runs = measure(found, items, plan.max_new_tokens)
+    rows = summarise(runs, {peer.name: peer for peer in others})
     curves = verify_curves(main, reference)
-    report("tokens in one forward " + "".join(f"{k:>8}" for k in curves["k"]))
-    for name in ("lean", "transformers"):
-        report(f"{name + ', ms':22}" + "".join(f"{1e3 * s:8.1f}" for s in curves[name]))
-    report("lean T(k) / T(1)      " + "".join(f"{s / curves['lean'][0]:8.2f}" for s in curves["lean"]))
-    memory = {name: process_memory(name) for name in ("none", *zoo.RATIOS)}
-    for name, sizes in memory.items():
-        growth = "" if name == "none" else f"; held {sizes['held'] / memory['none']['held'] - 1:+.1%} over main alone"
-        report(
-            f"memory with draft {name}: " + ", ".join(f"{k} {v / 2**20:,.0f} MiB" for k, v in sizes.items()) + growth
-        )
-    return {
-        "plain_loop": loop,
+    memory = {name: process_memory(main.name, name) for name in ("plain", *found.loaded)}
+    after = quiet()
+    result = {
+        "plan": asdict(plan),
+        "machine": provenance(str(main.model.device)),
+        "quiet": {"before": before, "after": after},
+        "rows": rows,
+        "missing": found.missing,
+        "plain_loop": plain_loop(runs),
         "verify_curves": curves,
         "memory_bytes": memory,
-        "machine": provenance(str(main.model.device)),
+    }
+    report(markdown(result))
+    report(details(result))
+    return result
+
+
+def quiet() -> dict[str, Any]:
+    """Whether the machine is left alone: others' share of the cores in a second, and how steady a probe runs."""
+    busy = psutil.cpu_percent(interval=1.0) / 100
+    x, times = torch.rand(384, 384), []
+    for _ in range(60):
+        start = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - start)
+    spread = statistics.quantiles(times[10:], n=10)[-1] / statistics.median(times[10:])
+    return {"busy_share": busy, "probe_spread": spread, "quiet": busy <= QUIET and spread <= STEADY}
+
+
+def said_of(state: Mapping[str, Any]) -> str:
+    """The verdict of `quiet`, in words."""
+    verdict = "the machine is quiet" if state["quiet"] else "the machine is NOT quiet, times may be off"
+    return f"{verdict}: {state['busy_share']:.0%} busy, probe {state['probe_spread']:.2f} × its median"
+
+
+# ---- arms
+
+
+class Arms:
+    """The arms of a plan by mode and task, built when asked for; what cannot be built is missing, with its reason."""
+
+    def __init__(self, main: zoo.Main, plan: Plan) -> None:
+        self.main, self.plan, self.missing = main, plan, dict[str, str]()
+        self._built: dict[tuple[str, str], Decoder | None] = {}
+        self._peers: dict[str, peers.Peer] = {}
+
+    @property
+    def loaded(self) -> list[str]:
+        """Names of the arms of ours that decode without a constraint."""
+        return [name for name in self.plan.ours if name != "grammar" and name not in self.missing]
+
+    def items(self) -> list[Item]:
+        """Every prompt in every mode, those of one mode and task together."""
+        plain = self._decoder("plain", "")
+        assert plain is not None
+        sampled = {"temperature": self.plan.temperature, "top_p": self.plan.top_p, "seed": self.plan.seed}
+        by_mode: dict[str, list[Item]] = {"greedy": [], "sampled": [], "schema": []}
+        for name in self.plan.tasks:
+            for task, prompts in self._grouped(name).items():
+                for prompt, ids in zip(prompts, encode_all(plain, prompts), strict=True):
+                    by_mode["greedy"].append(Item("greedy", task, prompt, ids))
+                    by_mode["sampled"].append(Item("sampled", task, prompt, ids, sampled))
+                    if prompt.schema is not None and (settings := self._constrained(prompt)):
+                        by_mode["schema"].append(Item("schema", task, prompt, ids, settings))
+        if self.plan.temperature == 0:
+            del by_mode["sampled"]
+        return [item for items in by_mode.values() for item in items]
+
+    def _grouped(self, name: str) -> dict[str, list[Prompt]]:
+        """The prompts of a task, or of each of its categories."""
+        out: dict[str, list[Prompt]] = {}
+        for category in dict.fromkeys(prompt.category for prompt in load_prompts(name)):
+            rows = [prompt for prompt in load_prompts(name) if prompt.category == category]
+            out[category or Path(name).stem] = spread(rows, self.plan.prompts)
+        return out
+
+    def add_peers(self, found: Sequence[peers.Peer]) -> None:
+        """Take in other systems."""
+        self._peers = {peer.name: peer for peer in found if peer.call}
+        self.missing |= {peer.name: peer.missing for peer in found if not peer.call}
+
+    def of(self, mode: str, task: str) -> dict[str, Arm]:
+        """The arms that run in a mode, the plain loop first."""
+        chosen = {"sampled": SAMPLED, "schema": SCHEMA}.get(
+            mode, [name for name in self.plan.ours if name != "grammar"]
+        )
+        arms: dict[str, Arm] = {}
+        for name in ("plain", *(name for name in self.plan.ours if name in chosen)):
+            decoder = self._decoder(name, task)
+            if decoder is not None:
+                arms[name] = _ours(decoder)
+        if mode == "greedy":
+            arms |= {name: _others(peer) for name, peer in self._peers.items()}
+        return arms
+
+    def drop(self, name: str, error: Exception) -> None:
+        """A system that failed on the way."""
+        self._peers.pop(name, None)
+        self.missing[name] = peers.reason(error)
+
+    def _decoder(self, name: str, task: str) -> Decoder | None:
+        key = (name, task if name == "fastest" else "")
+        if key not in self._built:
+            try:
+                self._built[key] = decoder_of(name, self.main, task)
+            except (SpecdecError, ImportError) as error:
+                self._built[key] = None
+                self.missing[name] = str(error)
+        return self._built[key]
+
+    def _constrained(self, prompt: Prompt) -> dict[str, Any] | None:
+        """The constraint of a prompt's schema; None where it cannot be one, which is said."""
+        if not set(self.plan.ours).intersection(SCHEMA):
+            return None
+        from specdec_lab.constrain import Grammar, Source
+
+        try:
+            source = Source.json_schema(prompt.schema, f"the schema of {prompt.id}")
+            grammar = Grammar(source, self.main.tokenizer)
+            grammar.require_room(self.plan.max_new_tokens)
+            return {"constraint": grammar}
+        except SpecdecError as error:
+            self.missing[f"schema of {prompt.id}"] = str(error)
+            return None
+
+
+def decoder_of(name: str, main: zoo.Main, task: str) -> Decoder:
+    """The decoder of an arm: "plain", a draft at the length of LENGTHS, or what the profile `fastest` says of a task.
+
+    Raises ModelError where it cannot be loaded.
+    """
+    if name == "fastest":
+        from specdec_lab.profiles import load_profile
+
+        chosen = load_profile(name).for_task(task)
+        return Decoder(
+            main.model, zoo.load_drafter(chosen.draft, main), chosen.draft_length, main.tokenizer, eos=main.eos
+        )
+    drafter = zoo.load_drafter("none" if name == "plain" else name, main)
+    return Decoder(main.model, drafter, LENGTHS.get(name, 4), main.tokenizer, eos=main.eos)
+
+
+def _ours(decoder: Decoder) -> Arm:
+    def run(item: Item, max_new_tokens: int) -> tuple[list[int], Generation | None]:
+        made = decoder.generate(item.ids, max_new_tokens=max_new_tokens, **item.settings)
+        return made.tokens, made
+
+    return run
+
+
+def _others(peer: peers.Peer) -> Arm:
+    assert peer.call is not None
+    call = peer.call
+    return lambda item, max_new_tokens: (call(item.ids, max_new_tokens), None)
+
+
+def measure(arms: Arms, items: Sequence[Item], max_new_tokens: int) -> list[Run]:
+    """Every item by every arm of its mode, back to back, in an order that rotates from item to item.
+
+    A system that fails on the way is dropped with all its runs, and told as missing.
+    """
+    from tqdm import tqdm
+
+    runs: list[Run] = []
+    keys = list(dict.fromkeys((item.mode, item.task) for item in items))
+    with tqdm(total=len(items), unit="prompt", mininterval=5, file=sys.stderr) as bar:
+        for mode, task in keys:
+            for index, item in enumerate(item for item in items if (item.mode, item.task) == (mode, task)):
+                names = list(arms.of(mode, task))
+                for name in names[index % len(names) :] + names[: index % len(names)]:
+                    arm = arms.of(mode, task).get(name)
+                    try:
+                        if arm and index == 0:
+                            arm(item, min(WARM_UP, max_new_tokens))
+                        if arm:
+                            runs.append(_timed(arm, item, name, max_new_tokens, arms.main.model.device))
+                    except Exception as error:
+                        if name not in arms.plan.others:
+                            raise
+                        arms.drop(name, error)  # another system's fault is not the benchmark's end
+                bar.update(1)
+    return [run for run in runs if run.arm not in arms.missing]
+
+
+def _timed(arm: Arm, item: Item, name: str, max_new_tokens: int, device: torch.device) -> Run:
+    start = now(device)
+    tokens, made = arm(item, max_new_tokens)
+    return Run(item, name, now(device) - start, list(tokens), made)
+
+
+# ---- results
+
+
+def summarise(runs: Sequence[Run], others: Mapping[str, peers.Peer]) -> list[dict[str, Any]]:
+    """A row per mode, task and arm. others: the other systems by name, for their precision and size."""
+    looping = {r.item.prompt.id for r in runs if (r.arm, r.item.mode) == ("plain", "greedy") and loops(r.tokens)}
+    rows = []
+    for mode, task, arm in dict.fromkeys((run.item.mode, run.item.task, run.arm) for run in runs):
+        mine, plain = (
+            [run for run in runs if (run.item.mode, run.item.task, run.arm) == (mode, task, name)]
+            for name in (arm, "plain")
+        )
+        steady = [i for i, run in enumerate(mine) if run.item.prompt.id not in looping]
+        peer = others.get(arm)
+        row = {
+            "mode": mode,
+            "task": task,
+            "arm": arm,
+            "system": "other" if peer else "specdec_lab",
+            "precision": peer.precision if peer else "",
+            "prompts": len(mine),
+            "tokens": sum(len(run.tokens) for run in mine),
+            "speedup": _speedup(mine, plain),
+            "loop_free": _speedup([mine[i] for i in steady], [plain[i] for i in steady]),
+            **_whole_text(mine, plain),
+            **(_decoding(mine, plain) if not peer else {"memory_bytes": peer.nbytes}),
+        }
+        rows.append(row)
+    return rows
+
+
+def _interval(found: Interval) -> dict[str, Any]:
+    """JSON-able: None where there is no value."""
+    values = {"value": found.value, "low": found.low, "high": found.high}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()} | {
+        "prompts": found.prompts
     }
 
 
-def plain_loop(main: zoo.Main, reference: Any, prompts: int, max_new_tokens: int) -> dict[str, Any]:
-    """Seconds of both on the same prompts, the prefill included, taking turns in being first."""
-    decoder = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos)
-    ids = [decoder.encode(row.prompt) for task in TASKS for row in load_prompts(task, prompts)]
-    ours: list[float] = []
-    theirs: list[float] = []
-    counts: list[int] = []
-    traces = []
-    for index, prompt in enumerate([ids[0], *ids]):  # the first one warms up
-        for mine in (True, False) if index % 2 else (False, True):
-            start = now(main.model.device)
-            if mine:
-                made = decoder.generate(prompt, max_new_tokens=max_new_tokens)
-            else:
-                generate(reference, prompt, max_new_tokens, main.eos)
-            if index:
-                (ours if mine else theirs).append(now(main.model.device) - start)
-        if index:
-            traces.append(made.trace)
-            counts.append(len(made.tokens))
-    found = ratio_interval(theirs, ours)
+def _speedup(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Tokens per second of whole calls, prefill included, over the plain loop's on the same prompts."""
+    if not mine:
+        return _interval(Interval(math.nan, math.nan, math.nan, 0))
+    ours, theirs = [len(run.tokens) for run in mine], [len(run.tokens) for run in plain]
+    return _interval(ratio_interval(ours, [run.seconds for run in mine], theirs, [run.seconds for run in plain]))
+
+
+def _whole_text(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """What can be said of any system: speed, sameness, repetition, and how many complete JSON replies validate."""
+    shares = [share for run in mine if (share := repeated_ngrams(run.tokens)) is not None]
+    greedy = mine[0].item.mode != "sampled"
+    same = [a.tokens == b.tokens for a, b in zip(mine, plain, strict=True)]
+    whole_json = [
+        score(run.item.prompt, run.made.text).detail.get("validates", False)
+        for run in mine
+        if run.item.prompt.schema is not None and run.made and run.made.trace.finish == "eos"
+    ]
     return {
-        "ratio": found.value,
-        "low": found.low,
-        "high": found.high,
-        "prompts": len(counts),
-        "tokens_per_s": sum(counts) / sum(ours),
-        "reference_tokens_per_s": sum(counts) / sum(theirs),
-        "overhead_share": overhead_share(totals(traces)),
+        "throughput": sum(len(run.tokens) for run in mine) / sum(run.seconds for run in mine),
+        "same": sum(same) if greedy else None,
+        "repetition": sum(shares) / len(shares) if shares else None,
+        "complete": len(whole_json),
+        "validates": sum(map(bool, whole_json)),
+    }
+
+
+def _decoding(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """What traces say."""
+    ours, base = [run.sums for run in mine], [run.sums for run in plain]
+    t, p = sum(ours, Totals()), sum(base, Totals())
+    decode = [
+        [t.emitted for t in ours],
+        [t.decode_s for t in ours],
+        [t.emitted for t in base],
+        [t.decode_s for t in base],
+    ]
+    tried = [t.accepted + t.rejected for t in ours]
+    shares = {
+        f"{part}_share": metrics.ratio(getattr(t, f"{part}_s"), t.decode_s) for part in ("draft", "verify", "other")
+    }
+    return {
+        "decode_throughput": metrics.throughput(t),
+        "decode_speedup": _interval(ratio_interval(*decode)),
+        "tau": _interval(ratio_interval([t.emitted for t in ours], [t.steps for t in ours])),
+        "alpha": _interval(ratio_interval([t.accepted for t in ours], tried)),
+        "c": metrics.draft_cost_ratio(t, p),
+        **shares,
+        "memory_bytes": max(run.made.trace.memory_bytes for run in mine if run.made),
+    }
+
+
+def plain_loop(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """The own plain loop against transformers' generate, whole calls; None where that did not run."""
+    greedy = [run for run in runs if run.item.mode == "greedy"]
+    ours, theirs = ([run for run in greedy if run.arm == name] for name in ("plain", "generate"))
+    if not theirs:
+        return None
+    tokens, seconds = sum(len(run.tokens) for run in theirs), sum(run.seconds for run in theirs)
+    return {
+        **_speedup(ours, theirs),
+        "tokens_per_s": sum(len(run.tokens) for run in ours) / sum(run.seconds for run in ours),
+        "reference_tokens_per_s": tokens / seconds,
+        "overhead_share": metrics.overhead_share(sum((run.sums for run in ours), Totals())),
     }
 
 
@@ -112,25 +456,156 @@ def verify_curves(main: zoo.Main, reference: Any, context: int = 128, repeats: i
     }
 
 
-def process_memory(draft: str) -> dict[str, int]:
-    """Bytes of a fresh process that decodes 64 tokens with that draft.
+def process_memory(main: str, arm: str) -> dict[str, int]:
+    """Bytes of a fresh process that decodes 64 tokens with that main model and arm.
 
     held: weights and KV caches of both models. resident: of the process after decoding, libraries included; on CUDA
     the allocator's. peak: the same at its highest, which is while the main model's file is read.
     """
-    code = f"from specdec_lab.bench import _decode_once; _decode_once({draft!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = f"from specdec_lab.bench import _decode_once; _decode_once({main!r}, {arm!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        raise SpecdecError(f"the memory of {arm} could not be measured: {done.stderr.strip().splitlines()[-1]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _decode_once(draft: str) -> None:
-    main = zoo.load_main()
-    prompt = load_prompts("code", 1)[0].prompt
-    decoder = Decoder(main.model, zoo.load_drafter(draft, main), 4, main.tokenizer, eos=main.eos)
-    held = decoder.generate(prompt, max_new_tokens=64).trace.memory_bytes
+def _decode_once(main_name: str, arm: str) -> None:
+    main = zoo.load_main(main_name)
+    held = (
+        decoder_of(arm, main, "code").generate(load_prompts("code", 1)[0].prompt, max_new_tokens=64).trace.memory_bytes
+    )
     if main.model.device.type == "cuda":
         resident, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     else:
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"held": held, "resident": resident, "peak": peak}))
+
+
+# ---- in words
+
+
+COLUMNS = (
+    "task", "arm", "tokens/s", "speed-up", "loop-free", "after prefill", "τ", "α", "c", "draft / verify / other",
+    "MiB", "equal", "repeated",
+)  # fmt: skip
+MODES = {
+    "greedy": "Greedy",
+    "sampled": "Temperature {temperature:g}, top-p {top_p:g}",
+    "schema": "Greedy, constrained by the prompt's own JSON schema; plain: the constrained plain loop",
+}
+LEGEND = (
+    "Speed-up: tokens per second of whole calls, prefill included, over the own plain loop of the same mode on the "
+    "same prompts, with its 95 % interval (bootstrap over prompts); after prefill: the same without prefills; "
+    f"loop-free: without prompts whose greedy output loops ({metrics.LOOP:.0%} of its 4-grams or more stood in it "
+    "before). Draft / verify / other: shares of the time after prefill. MiB: weights and caches held; of other systems "
+    "weights alone. Equal: outputs equal to the plain loop's, token for token. Repeated: share of repeated 4-grams."
+)
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The tables of a result, a mode each, with machine and versions; what README shows."""
+    plan, machine, quiet_then = result["plan"], result["machine"], result["quiet"]
+    alone = "quiet" if quiet_then["before"]["quiet"] and quiet_then["after"]["quiet"] else "not quiet"
+    lines = [
+        f"{machine['cpu']}{', ' + machine['gpu'] if machine['gpu'] else ''}, {machine['threads']} threads, torch "
+        f"{machine['torch']}, transformers {machine['transformers']}, {machine['date'][:10]}; the machine was {alone}. "
+        f"{plan['prompts']} prompts of each task, {plan['max_new_tokens']} new tokens.",
+    ]
+    for mode, about in MODES.items():
+        rows = [row for row in result["rows"] if row["mode"] == mode]
+        if rows:
+            lines += ["", about.format(**plan) + ":", "", _table_row(COLUMNS), _table_row(["---"] * len(COLUMNS))]
+            lines += [_table_row(_cells(row)) for row in rows]
+            lines += _validity(rows)
+    if result["missing"]:
+        lines += ["", "Not run:", "", *(f"* {name}: {why}" for name, why in result["missing"].items())]
+    return "\n".join([*lines, "", LEGEND])
+
+
+def _table_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    arm = row["arm"] + (f" ({row['precision']})" if row["precision"] not in ("", "float32") else "")
+    shares = [row.get(f"{part}_share") for part in ("draft", "verify", "other")]
+    return [
+        row["task"],
+        arm,
+        f"{row['throughput']:.1f}",
+        _ratio_cell(row["speedup"]),
+        f"{_ratio_cell(row['loop_free'])}, n = {row['loop_free']['prompts']}",
+        _ratio_cell(row.get("decode_speedup")),
+        _number(_value(row, "tau"), "{:.2f}"),
+        _number(_value(row, "alpha"), "{:.2f}"),
+        _number(row.get("c"), "{:.3f}"),
+        "–" if None in shares else " / ".join(f"{share:.0%}" for share in shares),
+        f"{row['memory_bytes'] / 2**20:,.0f}" if row["memory_bytes"] else "–",
+        "–" if row["same"] is None else f"{row['same']} of {row['prompts']}",
+        _number(row["repetition"], "{:.2f}"),
+    ]
+
+
+def _value(row: Mapping[str, Any], name: str) -> float | None:
+    return row[name]["value"] if name in row else None
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _ratio_cell(found: Mapping[str, Any] | None) -> str:
+    """A ratio with its interval, where there is one."""
+    if found is None or found["value"] is None:
+        return "–"
+    bounds = "" if found["low"] is None else f" ({found['low']:.2f} … {found['high']:.2f})"
+    return f"{found['value']:.2f}×{bounds}"
+
+
+def _validity(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many of the plain loop's whole JSON replies validate."""
+    plain = [row for row in rows if row["arm"] == "plain" and row["complete"]]
+    said = [f"{row['task']}: {row['validates']} of {row['complete']}" for row in plain]
+    return (
+        ["", f"Replies that ended by themselves and validate against their schema, {'; '.join(said)}."] if said else []
+    )
+
+
+def details(result: Mapping[str, Any]) -> str:
+    """The plain loop against transformers, verify-cost curves and memory."""
+    loop, curves, memory = result["plain_loop"], result["verify_curves"], result["memory_bytes"]
+    lines = []
+    if loop:
+        lines += [
+            f"plain loop over transformers.generate: {_ratio_cell(loop)}, {loop['prompts']} prompts, "
+            f"{loop['tokens_per_s']:.1f} against {loop['reference_tokens_per_s']:.1f} tokens/s",
+            f"time outside model forwards: {loop['overhead_share']:.1%} of the plain loop",
+        ]
+    lines.append("tokens in one forward " + "".join(f"{k:>8}" for k in curves["k"]))
+    for name in ("lean", "transformers"):
+        lines.append(f"{name + ', ms':22}" + "".join(f"{1e3 * s:8.1f}" for s in curves[name]))
+    lines.append("lean T(k) / T(1)      " + "".join(f"{s / curves['lean'][0]:8.2f}" for s in curves["lean"]))
+    for name, sizes in memory.items():
+        growth = "" if name == "plain" else f"; held {sizes['held'] / memory['plain']['held'] - 1:+.1%} over main alone"
+        parts = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items())
+        lines.append(f"memory with {name}: {parts}{growth}")
+    return "\n".join(lines)
+
+
+MARKS = ("<!-- bench -->", "<!-- /bench -->")
+
+
+def publish(result: Mapping[str, Any], results: Path = RESULTS, readme: Path = README) -> None:
+    """Write a result to data/results/bench.json and its tables between the marks in README.md.
+
+    Raises DataError where README has no marks, before anything is written.
+    """
+    text = readme.read_text(encoding="utf-8")
+    start, end = MARKS
+    if text.count(start) != 1 or text.count(end) != 1:
+        raise DataError(f"{readme} needs one line {start} and one {end}, for the table to stand between")
+    section = f"{start}\n{markdown(result)}\n{end}"
+    readme.write_text(re.sub(f"{start}.*?{end}", lambda _: section, text, flags=re.S), encoding="utf-8")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

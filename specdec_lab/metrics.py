@@ -11,6 +11,7 @@ from typing import Any
 from specdec_lab.trace import Step, Trace
 
 Value = float | list[float] | None
+LOOP = 0.3  # share of repeated 4-grams from which on an output counts as a loop
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,16 @@ def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float | None:
     """Share of the n-grams of one text that stood in it before; None for a text shorter than n."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return ratio(len(grams) - len(set(grams)), len(grams))
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether an output has fallen into a loop: of its 4-grams, LOOP or more stood in it before.
+
+    Any drafter guesses a loop, so speed on such texts says nothing. Of 64 to 128 tokens that people wrote, at most
+    2 % of the JSON and 1 % of the code answers shipped with the prompts reach that share, and 1 in 1,000 passages of
+    the books. A text too short to have 4-grams does not loop.
+    """
+    return (repeated_ngrams(tokens) or 0.0) >= LOOP
 
 
 def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:

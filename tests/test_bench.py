@@ -1,0 +1,362 @@
+"""The benchmark: what runs, what is missing and why, which numbers come of it, and the table in README."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_lab import bench, cli, peers
+from specdec_lab.decoding import Decoder, Generation
+from specdec_lab.errors import DataError, SettingError, UnknownNameError
+from specdec_lab.metrics import LOOP, loops, repeated_ngrams
+from specdec_lab.models import zoo
+from specdec_lab.tasks import Prompt
+from specdec_lab.trace import Step, Trace
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def main(tiny_folder: str) -> zoo.Main:
+    return zoo.load_main(tiny_folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_folder: str) -> Any:
+    return zoo.read(Path(tiny_folder))[0]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    rows: list[dict[str, Any]] = [
+        {"id": f"p{i}", "task": "prose", "prompt": f"Tell me of the sea, {i}."} for i in range(2)
+    ]
+    rows += [{"id": "j", "task": "json", "prompt": "An object.", "schema": SCHEMA}]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+# ---- loops
+
+
+def test_an_output_that_repeats_itself_is_a_loop_and_plain_text_is_not() -> None:
+    assert loops([1, 2, 3, 4, 5] * 6)
+    assert not loops(list(range(64)))
+    assert not loops([7, 7])  # too short to say
+    text = "Two roads diverged in a yellow wood, and sorry I could not travel both and be one traveler, long I stood"
+    assert not loops(list(text.encode()))
+
+
+def test_the_bound_is_met_from_its_value_on() -> None:
+    def repeating(copies: int, length: int = 103) -> list[int]:
+        """100 4-grams, of which `copies` stood there before."""
+        fresh = list(range(length - copies))
+        return fresh + fresh[:copies]
+
+    shares = {copies: repeated_ngrams(repeating(copies)) for copies in (32, 33)}
+    assert shares[32] is not None
+    assert shares[33] is not None
+    assert shares[32] < LOOP <= shares[33]
+    assert [loops(repeating(copies)) for copies in (32, 33)] == [False, True]
+
+
+# ---- other systems
+
+
+def test_transformers_ways_give_the_plain_loops_tokens(main: zoo.Main, reference: Any, tiny_draft_folder: str) -> None:
+    ids = list(b"Once upon a time")
+    expected = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos).generate(ids, max_new_tokens=12).tokens
+    names = ["generate", f"assisted-{tiny_draft_folder}", "lookup"]
+    with peers.load_peers(names, main, reference, ids) as found:
+        assert [peer.name for peer in found] == names
+        for peer in found:
+            assert peer.call, peer.missing
+            assert peer.call(ids, 12) == expected, peer.name
+        plain, assisted, lookup = (peer.nbytes for peer in found)
+    assert plain == lookup == sum(p.numel() for p in reference.parameters()) * 4
+    assert assisted > plain
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft"])
+def test_flashspec_gives_the_plain_loops_tokens(
+    main: zoo.Main, reference: Any, tiny_draft_folder: str, kind: str
+) -> None:
+    if importlib.util.find_spec("flashspec") is None:
+        pytest.skip("the extra `bench` is not installed")
+    ids = list(b"Once upon a time")
+    expected = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos).generate(ids, max_new_tokens=12).tokens
+    name = "flashspec-" + (kind if kind == "ngram" else tiny_draft_folder)
+    with peers.load_peers([name], main, reference, ids) as (peer,):
+        assert peer.call, peer.missing
+        assert peer.call(ids, 12) == expected
+
+
+def test_what_is_not_installed_is_said_with_what_to_do(
+    main: zoo.Main, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("flashspec", "openvino_genai"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with peers.load_peers(["flashspec-ngram", "openvino", "generate"], main, reference) as found:
+        flash, vino, generate = found
+    assert (flash.call, vino.call) == (None, None)
+    assert "not installed" in flash.missing
+    assert "specdec-lab[bench]" in flash.missing
+    assert "not installed" in vino.missing
+    assert generate.call is not None
+
+
+def test_what_fails_in_its_trial_is_said_with_its_reason(
+    main: zoo.Main, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **settings: Any) -> list[int]:
+        raise AttributeError("no attribute 'crop'\nand more")
+
+    monkeypatch.setattr(peers, "generate", broken)
+    with peers.load_peers(["lookup"], main, reference) as (peer,):
+        assert peer.call is None
+        assert peer.missing == "cannot run: AttributeError: no attribute 'crop'"
+    with peers.load_peers(["assisted-1:4"], main, reference) as (peer,):
+        assert peer.call is None
+
+
+def test_unknown_peers_are_refused(main: zoo.Main, reference: Any) -> None:
+    for name in ("vllm", "assisted-1:9", "assisted-", "flashspec"):
+        with pytest.raises(UnknownNameError, match="flashspec-ngram"):
+            peers.check_name(name)
+
+
+# ---- the plan
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--prompts", "0"], 2, "prompts = 0"),
+        (["--max_new_tokens", "-3"], 2, "max_new_tokens = -3"),
+        (["--temperature", "-1"], 2, "temperature = -1"),
+        (["--top_p", "0"], 2, "top_p = 0"),
+        (["--seed", "-1"], 2, "seed = -1"),
+        (["--arms", "1:9"], 2, "no arm '1:9'"),
+        (["--tasks", "poems"], 2, "poems"),
+    ],
+)
+def test_bad_arguments_are_told_before_a_model_loads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, says: str
+) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(zoo, "load_main", never)
+    got = cli.main(["bench", *words])
+    assert (got, says in capsys.readouterr().err) == (code, True)
+
+
+def test_a_plan_sorts_its_arms(tiny_draft_folder: str) -> None:
+    plan = bench.Plan(arms=("generate", "1:4", tiny_draft_folder, "flashspec-ngram", "fastest"))
+    assert plan.ours == ["1:4", tiny_draft_folder, "fastest"]
+    assert plan.others == ["generate", "flashspec-ngram"]
+    with pytest.raises(SettingError, match="arms"):
+        bench.Plan(arms=())
+
+
+def test_spec_bench_runs_by_category(main: zoo.Main) -> None:
+    groups = bench.Arms(main, bench.Plan(("spec_bench",), ("ngram",), prompts=2))._grouped("spec_bench")
+    assert len(groups) == 10
+    assert {"writing", "math_reasoning", "qa"} <= set(groups)
+    assert {len(rows) for rows in groups.values()} == {2}
+    assert all(row.category == name for name, rows in groups.items() for row in rows)
+
+
+# ---- a whole run
+
+
+@pytest.fixture
+def result(
+    main: zoo.Main, reference: Any, prompts: str, tiny_draft_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    monkeypatch.setattr(bench, "process_memory", lambda main, arm: {"held": 2**20, "resident": 2**21, "peak": 2**21})
+    monkeypatch.setattr(bench, "SAMPLED", ("ngram",))
+    monkeypatch.setitem(sys.modules, "flashspec", None)
+    arms = ("generate", "lookup", "flashspec-ngram", tiny_draft_folder, "ngram", "1:4")
+    plan = bench.Plan((prompts,), arms, prompts=3, max_new_tokens=10)
+    return bench.bench(main, reference, plan, lambda line: None)
+
+
+def test_one_run_covers_every_arm_and_says_what_is_missing(result: dict[str, Any], tiny_draft_folder: str) -> None:
+    result = json.loads(json.dumps(result))
+    assert set(result["missing"]) == {"flashspec-ngram", "1:4"}
+    assert "the draft" in result["missing"]["1:4"]  # it belongs to the bundled main model
+    arms = {mode: {row["arm"] for row in result["rows"] if row["mode"] == mode} for mode in ("greedy", "sampled")}
+    assert arms["greedy"] == {"plain", "generate", "lookup", tiny_draft_folder, "ngram"}
+    assert arms["sampled"] == {"plain", "ngram"}
+    for row in result["rows"]:
+        assert row["prompts"] == 3
+        assert row["throughput"] > 0
+        if row["mode"] == "greedy":
+            assert row["same"] == 3, row["arm"]
+        if row["arm"] == "plain":
+            assert row["speedup"]["value"] == 1
+            assert row["tau"]["value"] == 1
+            assert row["alpha"]["value"] is None
+        elif row["system"] == "other":
+            assert "tau" not in row
+        else:
+            assert sum(row[f"{part}_share"] for part in ("draft", "verify", "other")) == pytest.approx(1)
+            assert row["memory_bytes"] > 0
+    assert result["plain_loop"]["prompts"] == 3
+    assert result["verify_curves"]["k"][0] == 1
+    assert {"before", "after"} == set(result["quiet"])
+    assert result["machine"]["torch"]
+
+
+def test_the_words_hold_the_numbers(result: dict[str, Any]) -> None:
+    text = bench.markdown(result)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == len(result["rows"]) + 2 * 2  # a head for each of two modes
+    assert "* flashspec-ngram: not installed" in text
+    assert "Temperature 0.2, top-p 0.9" in text
+    details = bench.details(result)
+    assert "plain loop over transformers.generate" in details
+    assert "memory with plain: held 1 MiB" in details
+
+
+def test_a_system_that_fails_on_the_way_is_dropped_and_told(main: zoo.Main, prompts: str) -> None:
+    calls = []
+
+    def call(ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        calls.append(ids)
+        if len(calls) > 2:
+            raise RuntimeError("shapes differ")
+        return [1]
+
+    arms = bench.Arms(main, bench.Plan((prompts,), ("lookup", "ngram"), temperature=0.0))
+    items = arms.items()
+    arms.add_peers([peers.Peer("lookup", call)])
+    runs = bench.measure(arms, items, 4)
+    assert arms.missing == {"lookup": "cannot run: RuntimeError: shapes differ"}
+    assert {run.arm for run in runs} == {"plain", "ngram"}
+    assert len(runs) == 2 * 3
+
+
+def test_the_order_of_arms_rotates(main: zoo.Main, prompts: str) -> None:
+    arms = bench.Arms(main, bench.Plan((prompts,), ("ngram",), temperature=0.0))
+    runs = bench.measure(arms, arms.items(), 4)
+    assert [run.arm for run in runs] == ["plain", "ngram", "ngram", "plain", "plain", "ngram"]
+
+
+def test_a_schema_is_kept_to_in_its_mode(
+    main: zoo.Main, reference: Any, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(bench, "SCHEMA", ("ngram",))
+    plan = bench.Plan((prompts,), ("ngram",), max_new_tokens=40, temperature=0.0)
+    arms = bench.Arms(main, plan)
+    items = arms.items()
+    assert [item.prompt.id for item in items if item.mode == "schema"] == ["j"]
+    rows = bench.summarise(bench.measure(arms, items, plan.max_new_tokens), {})
+    constrained = [row for row in rows if row["mode"] == "schema"]
+    assert [row["arm"] for row in constrained] == ["plain", "ngram"]
+    for row in constrained:
+        assert (row["same"], row["complete"], row["validates"]) == (1, 1, 1)
+    text = bench.markdown({"rows": rows, "plan": vars(plan), "missing": {}, "quiet": QUIET, "machine": MACHINE})
+    assert "validate against their schema, mine: 1 of 1." in text
+
+
+def test_a_schema_that_cannot_be_a_constraint_is_told(main: zoo.Main, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    file = tmp_path / "bad.jsonl"
+    file.write_text(json.dumps({"id": "x", "task": "json", "prompt": "Go.", "schema": {"type": "nonsense"}}) + "\n")
+    arms = bench.Arms(main, bench.Plan((str(file),), ("grammar",), temperature=0.0))
+    assert [item.mode for item in arms.items()] == ["greedy"]
+    assert "schema of x" in arms.missing
+
+
+# ---- numbers
+
+
+QUIET = {"before": {"quiet": True}, "after": {"quiet": True}}
+MACHINE = {"cpu": "a CPU", "gpu": "", "threads": 2, "torch": "2", "transformers": "5", "date": "2026-01-01T00:00"}
+
+
+def run(arm: str, prompt: str, tokens: list[int], seconds: float, steps: int, mode: str = "greedy") -> bench.Run:
+    """A text of `tokens` in `steps` steps that draft a token each; half of the time is drafting."""
+    per_step = seconds / steps / 4
+    made = [
+        Step([1], [-1], [0.5], [1.0], [1.0], [0.5], [0.1], ["accepted"], 2, "bonus", 0.5, 0.5, 0.1, 1, 1,
+             draft_s=2 * per_step, verify_s=per_step, other_s=per_step)
+        for _ in range(steps)
+    ]  # fmt: skip
+    trace = Trace(3, steps=made, tokens=tokens, memory_bytes=7)
+    item = bench.Item(mode, "prose", Prompt(prompt, "prose", "Go."), [1, 2])
+    return bench.Run(item, arm, seconds, tokens, Generation("", tokens, trace))
+
+
+def test_speedups_are_ratios_of_sums_with_and_without_loops() -> None:
+    fresh, loop = list(range(20)), [1, 2, 3, 4] * 5
+    texts = {f"p{i}": fresh for i in range(6)} | {"q": loop}
+    runs = [run("plain", name, tokens, 2.0, 20) for name, tokens in texts.items()]
+    runs += [run("1:4", name, tokens, 0.2 if name == "q" else 1.0, 10) for name, tokens in texts.items()]
+    plain, drafted = bench.summarise(runs, {})
+    assert drafted["speedup"]["value"] == pytest.approx(7 * 2 / 6.2)
+    assert drafted["loop_free"]["value"] == pytest.approx(2)
+    assert drafted["loop_free"]["prompts"] == 6
+    assert drafted["loop_free"]["low"] == pytest.approx(2)  # every prompt the same
+    assert drafted["speedup"]["low"] < drafted["speedup"]["value"] < drafted["speedup"]["high"]
+    assert drafted["tau"]["value"] == 2
+    assert drafted["alpha"]["value"] == 1
+    assert [drafted[f"{part}_share"] for part in ("draft", "verify", "other")] == pytest.approx([0.5, 0.25, 0.25])
+    # 6.2 s, half of it drafting 70 tokens, over plain steps: 14 s, a quarter of it for 140 forwards
+    assert drafted["c"] == pytest.approx((3.1 / 70) / (14 / 4 / 140))
+    assert plain["repetition"] == pytest.approx((repeated_ngrams(loop) or 0) / 7)
+    assert drafted["same"] == 7
+
+
+def test_loops_are_judged_by_the_greedy_text_in_every_mode() -> None:
+    greedy = [run("plain", "p", [1] * 20, 1.0, 20), run("plain", "q", list(range(20)), 1.0, 20)]
+    sampled = [run("plain", name, list(range(20)), 1.0, 20, "sampled") for name in ("p", "q")]
+    rows = bench.summarise([*greedy, *sampled], {})
+    assert [row["loop_free"]["prompts"] for row in rows] == [1, 1]
+    assert rows[1]["same"] is None
+
+
+def test_where_all_outputs_loop_there_is_no_loop_free_number() -> None:
+    (row,) = bench.summarise([run("plain", "p", [1] * 20, 1.0, 20)], {})
+    assert row["loop_free"] == {"value": None, "low": None, "high": None, "prompts": 0}
+
+
+# ---- README
+
+
+def test_the_table_stands_between_its_marks(result: dict[str, Any], tmp_path: Path) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "results" / "bench.json"
+    readme.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
+    bench.publish(result, results, readme)
+    once = readme.read_text()
+    assert once == f"before\n<!-- bench -->\n{bench.markdown(result)}\n<!-- /bench -->\nafter\n"
+    assert bench.markdown(json.loads(results.read_text())) == bench.markdown(result)
+    bench.publish(result, results, readme)
+    assert readme.read_text() == once
+
+
+def test_a_readme_without_marks_is_left_alone(result: dict[str, Any], tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing\n")
+    with pytest.raises(DataError, match="needs one line"):
+        bench.publish(result, tmp_path / "bench.json", readme)
+    assert readme.read_text() == "nothing\n"
+    assert not (tmp_path / "bench.json").exists()
+
+
+def test_readme_shows_the_stored_result() -> None:
+    text = bench.README.read_text(encoding="utf-8")
+    assert [text.count(mark) for mark in bench.MARKS] == [1, 1]
+    if bench.RESULTS.exists():
+        start, end = bench.MARKS
+        shown = text.partition(f"{start}\n")[2].partition(f"\n{end}")[0]
+        assert shown == bench.markdown(json.loads(bench.RESULTS.read_text(encoding="utf-8")))
