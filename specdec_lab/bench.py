@@ -396,20 +396,16 @@ def _decoding(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """What traces say."""
     ours, base = [run.sums for run in mine], [run.sums for run in plain]
     t, p = sum(ours, Totals()), sum(base, Totals())
-    decode = [
-        [t.emitted for t in ours],
-        [t.decode_s for t in ours],
-        [t.emitted for t in base],
-        [t.decode_s for t in base],
-    ]
+    emitted, steps = [t.emitted for t in ours], [t.steps for t in ours]
+    before = [t.emitted for t in base], [t.decode_s for t in base]
     tried = [t.accepted + t.rejected for t in ours]
     shares = {
         f"{part}_share": metrics.ratio(getattr(t, f"{part}_s"), t.decode_s) for part in ("draft", "verify", "other")
     }
     return {
         "decode_throughput": metrics.throughput(t),
-        "decode_speedup": _interval(ratio_interval(*decode)),
-        "tau": _interval(ratio_interval([t.emitted for t in ours], [t.steps for t in ours])),
+        "decode_speedup": _interval(ratio_interval(emitted, [t.decode_s for t in ours], *before)),
+        "tau": _interval(ratio_interval(emitted, steps)),
         "alpha": _interval(ratio_interval([t.accepted for t in ours], tried)),
         "c": metrics.draft_cost_ratio(t, p),
         **shares,
