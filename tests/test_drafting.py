@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from specdec_lab.constrain import Constraint
 from specdec_lab.decoding import Decoder
 from specdec_lab.drafting import Drafter, DraftModel, NGram, Row, Tree, chains
 from specdec_lab.errors import SettingError
@@ -61,6 +62,12 @@ def drafts(tree: Tree) -> list[list[int]]:
     return [tokens[parents >= -1].tolist() for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
 
 
+def started(drafter: Drafter, rows: list[Row], lengths: list[int]) -> Tree:
+    """The drafter's first proposal."""
+    drafter.start(rows, 64)
+    return drafter.propose(rows, lengths)
+
+
 def test_chains() -> None:
     tree = chains(torch.arange(8).view(2, 4), [4, 2])
     assert tree.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -2, -2]]
@@ -88,18 +95,79 @@ def test_the_empty_drafter_proposes_nothing() -> None:
     ],
 )
 def test_ngram_looks_up(tokens: list[int], expected: list[int]) -> None:
-    assert drafts(NGram(longest=3).propose([row(tokens)], [4])) == [expected]
+    assert drafts(started(NGram(longest=3), [row(tokens)], [4])) == [expected]
 
 
 def test_ngram_rows_are_ragged_and_one_hot() -> None:
     rows = [row([1, 2, 9, 8, 7, 1, 2]), row([4, 5]), row([3, 3, 3, 3]), row([1, 2, 9, 8, 7, 1, 2])]
-    tree = NGram().propose(rows, [3, 3, 3, 0])
+    tree = started(NGram(), rows, [3, 3, 3, 0])
     assert drafts(tree) == [[9, 8, 7], [], [3, 3, 3], []]
     assert tree.q is None
 
 
 def test_ngram_shortest() -> None:
-    assert drafts(NGram(longest=3, shortest=2).propose([row([1, 3, 9, 2, 3])], [4])) == [[]]
+    assert drafts(started(NGram(longest=3, shortest=2), [row([1, 3, 9, 2, 3])], [4])) == [[]]
+
+
+def scanned(tokens: list[int], longest: int, length: int) -> list[int]:
+    """The obvious way: compare the end of the text with every place before it."""
+    for n in range(min(longest, len(tokens) - 1), 0, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                after = tokens[end:]
+                return [after[i % len(after)] for i in range(length)]
+    return []
+
+
+@pytest.mark.parametrize("longest", [1, 3, 8])
+def test_the_ngram_index_finds_what_a_scan_finds(longest: int) -> None:
+    """As texts grow by unequal steps and rows leave."""
+    rng = torch.Generator().manual_seed(longest)
+    rows = [row(torch.randint(3, (3 + i,), generator=rng).tolist()) for i in range(4)]
+    ngram = NGram(longest)
+    ngram.start(rows, 99)
+    for step in range(40):
+        if step in (10, 20):
+            ngram.drop(1)
+            rows[1] = rows[-1]
+            rows.pop()
+        matches = ngram.matches(rows, [5] * len(rows))
+        assert [list(match.draft) for match in matches] == [scanned(each.tokens, longest, 5) for each in rows]
+        for each in rows:
+            each.tokens += torch.randint(3, (int(torch.randint(4, (1,), generator=rng)),), generator=rng).tolist()
+
+
+def test_ngram_tells_how_long_the_match_is() -> None:
+    rows = [row([1, 2, 3, 9, 1, 2, 3]), row([9, 3, 8, 3]), row([1, 2]), row([4] * 30)]
+    ngram = NGram()
+    ngram.start(rows, 64)
+    assert [match.length for match in ngram.matches(rows, [2] * 4)] == [3, 1, 0, 8]
+
+
+def test_ngram_forgets_the_texts_before() -> None:
+    ngram = NGram()
+    ngram.start([row([1, 2, 3, 1, 2])], 64)
+    assert drafts(ngram.propose([row([1, 2, 3, 1, 2])], [1])) == [[3]]
+    assert drafts(started(ngram, [row([7, 8, 1, 2])], [1])) == [[]]
+
+
+class OnlySmall(Constraint):
+    """Allows tokens below 8, and 9 as the first of a path."""
+
+    def __init__(self) -> None:
+        pass
+
+    def allowed(self, path: Sequence[int] = ()) -> Tensor:
+        mask = torch.arange(VOCAB) < 8
+        mask[9] = len(path) == 0
+        return mask
+
+
+def test_an_ngram_draft_ends_where_the_constraint_refuses() -> None:
+    rows = [row([1, 2, 9, 5, 9, 7, 1, 2]), row([1, 2, 3, 8, 1, 2]), row([1, 8, 1]), row([1, 8, 1])]
+    for each in rows[:3]:
+        each.constraint = OnlySmall()
+    assert drafts(started(NGram(), rows, [5] * 4)) == [[9, 5], [3], [], [8, 1, 8, 1, 8]]
 
 
 @pytest.mark.parametrize("longest", [0, 17])

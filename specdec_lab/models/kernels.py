@@ -70,19 +70,22 @@ def choose(times: Times, usual: str) -> Plan:
     usual = usual if usual in times else next(iter(times))
     fastest = {k: min(counts[k] for counts in times.values()) for k in COUNTS}
 
-    def worst(layout: str, counts: Sequence[int] = COUNTS) -> float:
+    def worst(layout: str, counts: Sequence[int]) -> float:
         return max(times[layout][k] / fastest[k] for k in counts)
 
-    one = min(times, key=worst)
+    def best(counts: Sequence[int]) -> str:
+        return min(times, key=lambda layout: worst(layout, counts))
+
+    one = best(COUNTS)
     for layout in (usual, one):
-        if worst(layout) <= CLEAR:
+        if worst(layout, COUNTS) <= CLEAR:
             return Plan(layout, layout)
     for at in range(1, len(COUNTS)):
         below, above = COUNTS[:at], COUNTS[at:]
-        few, many = (min(times, key=lambda layout, counts=counts: worst(layout, counts)) for counts in (below, above))
+        few, many = best(below), best(above)
         if max(worst(few, below), worst(many, above)) <= CLEAR:
             return Plan(few, many, above[0])
-    return Plan(usual, usual) if worst(usual) <= CLEAR * worst(one) else Plan(one, one)
+    return Plan(usual, usual) if worst(usual, COUNTS) <= CLEAR * worst(one, COUNTS) else Plan(one, one)
 
 
 def machine() -> str:
@@ -134,7 +137,7 @@ def measure(rows: int, columns: int) -> Times | None:
 
 
 def _noisy(seconds: list[float]) -> bool:
-    low, _, high = statistics.quantiles(seconds)
+    low, _, high = statistics.quantiles(seconds, method="inclusive")
     return high > NOISE * low
 
 

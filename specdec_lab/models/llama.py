@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specdec_lab.errors import ModelError
 from specdec_lab.models.cache import KVCache
-from specdec_lab.models.linear import Linear
+from specdec_lab.models.kernels import arrange
+from specdec_lab.models.linear import Linear, Switched
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -23,17 +24,14 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 class Layer:
     """The weights of one decoder block, fused where inputs are shared."""
 
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str, int8: bool) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str, layout: str | None) -> None:
         def get(name: str) -> Tensor | None:
             return weights.get(prefix + name)
 
-        def fused(names: tuple[str, ...], layout: str) -> Linear:
+        def fused(names: tuple[str, ...], usual: str) -> Linear | Switched:
             biases = [bias for name in names if (bias := get(f"{name}.bias")) is not None]
-            return Linear(
-                torch.cat([weights[f"{prefix}{name}.weight"] for name in names]),
-                torch.cat(biases) if biases else None,
-                "int8" if int8 else layout,
-            )
+            weight = torch.cat([weights[f"{prefix}{name}.weight"] for name in names])
+            return _product(weight, torch.cat(biases) if biases else None, usual, layout)
 
         self.attention_norm = weights[prefix + "input_layernorm.weight"]
         self.qkv = fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "transposed")
@@ -48,13 +46,19 @@ class Layer:
         return sum(linear.nbytes for linear in (self.qkv, self.output, self.gate_up, self.down))
 
 
+def _product(weight: Tensor, bias: Tensor | None, usual: str, layout: str | None) -> Linear | Switched:
+    """In the layout asked for, or else in the fastest, `usual` where that is not known."""
+    return Linear(weight, bias, layout) if layout else arrange(weight, bias, usual)
+
+
 class LlamaModel:
     """A Llama-family causal LM behind the Model protocol.
 
     config: a transformers config of one of FAMILY. weights: its state dict, in the dtype and on the device to
     run on. shares: a model whose embedding and head are used, for drafts that are stored without their own. int8:
     round the weights of layers and head to int8 for speed, for drafts. vocabulary: token ids [v] that the head of a
-    sharing draft is trimmed to (FR-Spec, 2502.14856); its logits are over these.
+    sharing draft is trimmed to (FR-Spec, 2502.14856); its logits are over these. packed_bf16: round weights and inputs
+    of all products to bfloat16, on a CPU; its logits are another model's.
     Raises ModelError for what this decoder does not compute.
     """
 
@@ -66,8 +70,10 @@ class LlamaModel:
         shares: "LlamaModel | None" = None,
         int8: bool = False,
         vocabulary: Tensor | None = None,
+        packed_bf16: bool = False,
     ) -> None:
         _check(config)
+        layout = "int8" if int8 else "packed_bf16" if packed_bf16 else None
         self.name = name
         self.hidden_size = config.hidden_size
         self.heads = config.num_attention_heads
@@ -81,19 +87,20 @@ class LlamaModel:
         if shares is None:
             self.embedding = weights["model.embed_tokens.weight"]
             tied = config.tie_word_embeddings or "lm_head.weight" not in weights
-            self.head = Linear(self.embedding if tied else weights["lm_head.weight"], None, "packed")
+            self.head = _product(self.embedding if tied else weights["lm_head.weight"], None, "packed", layout)
         else:
             tied, self.embedding = True, shares.embedding
             if vocabulary is None:
                 self.head = shares.int8_head if int8 else shares.head
             else:
-                self.head = Linear(self.embedding[vocabulary], None, "int8" if int8 else "packed")
+                self.head = _product(self.embedding[vocabulary], None, "packed", layout)
         self.vocabulary = vocabulary
-        copied = self.head.weight is not self.embedding and not (shares and self.head is shares.head)
-        self._outer_nbytes = (0 if shares else self.embedding.nbytes) + (self.head.nbytes if copied else 0)
+        borrowed = shares is not None and self.head is shares.head
+        head_nbytes = 0 if borrowed else self.head.nbytes_beside(self.embedding)
+        self._outer_nbytes = (0 if shares else self.embedding.nbytes) + head_nbytes
         self.vocab_size = self.embedding.shape[0]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.layers = [Layer(weights, f"model.layers.{i}.", int8) for i in range(config.num_hidden_layers)]
+        self.layers = [Layer(weights, f"model.layers.{i}.", layout) for i in range(config.num_hidden_layers)]
         self.norm = weights["model.norm.weight"]
         self.inv_freq, self.rope_scale = _rotary(config, self.device)
         self.embedding_parameters = self.embedding.numel() * (1 if tied else 2)
@@ -166,7 +173,7 @@ class LlamaModel:
 
 
 class FeatureModel(LlamaModel):
-    """Layers that read the main model's hidden states, as `distill.FeatureDraft` trains them.
+    """Layers that read the main model's hidden states, as `distill.FeatureLayers` trains them.
 
     weights: as of LlamaModel, and `fuse.weight` [hidden_size, 2 · hidden_size], which joins a token's embedding with
     the hidden state before it; with `placeholders` [depth - 1, hidden_size] it drafts up to `depth` tokens at once.
