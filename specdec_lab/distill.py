@@ -46,8 +46,7 @@ class Recipe:
 
     layers: tuple[int, ...]  # the main model's layers it starts from, first and last among them
     width: int  # feed-forward width; the neurons with the largest weights are kept
-    learning_rate: float
-    tokens: int  # training tokens, passes included
+    rounds: tuple[tuple[float, int], ...]  # of (highest learning rate, training tokens), each a cosine of its own
     batch_tokens: int = 2048
     frequent: int = 8192  # the loss sees the most frequent tokens …
     others: int = 2048  # … and as many random ones of the rest, new ones each step
@@ -61,14 +60,37 @@ class Recipe:
     def __post_init__(self) -> None:
         require("layers", self.layers, len(self.layers) >= 1 and sorted(self.layers) == list(self.layers), "ascending")
         require("width", self.width, self.width >= 1, "an integer >= 1")
-        require("tokens", self.tokens, self.tokens >= self.batch_tokens, f">= batch_tokens ({self.batch_tokens})")
+        enough = bool(self.rounds) and all(tokens >= self.batch_tokens for _, tokens in self.rounds)
+        require("rounds", self.rounds, enough, f"rounds of at least batch_tokens ({self.batch_tokens}) tokens")
         require("prompt_share", self.prompt_share, 0 <= self.prompt_share <= 1, "0 … 1")
+        require("rollout", self.rollout, self.rollout >= 0, ">= 0 (0 is a draft that reads tokens alone)")
+        require("parallel", self.parallel, not self.parallel or self.rollout > 1, "false, or a rollout of 2 or more")
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of all rounds, passes included."""
+        return sum(tokens for _, tokens in self.rounds)
+
+    def rate(self, seen: int) -> float:
+        """Learning rate after so many tokens: in each round a warm-up, then half a cosine down to 3 %."""
+        begin = 0
+        for rate, tokens in self.rounds[:-1]:
+            if seen < begin + tokens:
+                break
+            begin += tokens
+        else:
+            rate, tokens = self.rounds[-1]
+        seen -= begin
+        warm = min(1.0, (seen + self.batch_tokens) / (self.warmup_steps * self.batch_tokens))
+        return rate * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, seen / tokens))))
 
 
 RECIPES = {
-    "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, 6e-4, 1_400_000),
-    "1:3": Recipe((0, 7, 15, 22, 29), 1400, 8e-4, 3_000_000),
-    "1:4": Recipe((0, 29), 1024, 1e-3, 4_000_000),
+    "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, ((6e-4, 1_400_000), (2e-4, 500_000))),
+    "1:3": Recipe((0, 7, 15, 22, 29), 1400, ((8e-4, 3_000_000), (4e-4, 1_200_000))),
+    "1:4": Recipe((0, 29), 1024, ((1e-3, 4_000_000), (6e-4, 3_000_000))),
+    "feature": Recipe((29,), 1536, ((1e-3, 3_000_000),), batch_tokens=1024, rollout=3),
+    "parallel": Recipe((29,), 1536, ((1e-3, 1_000_000),), batch_tokens=1024, rollout=6, parallel=True),
 }
 
 
@@ -94,10 +116,10 @@ def draft_from(main: Any, recipe: Recipe) -> Any:
         weights |= {f"layers.{index}.{key}": value for key, value in part.items()}
     draft.load_state_dict(weights)
     draft.embed_tokens.requires_grad_(False)
-    return FeatureDraft(draft, recipe) if recipe.rollout else draft
+    return FeatureLayers(draft, recipe) if recipe.rollout else draft
 
 
-class FeatureDraft(torch.nn.Module):
+class FeatureLayers(torch.nn.Module):
     """Layers that read the main model's hidden state beside each token, trained on what they will meet.
 
     Entry t holds token t + 1 and the hidden state of token t, and stands for the hidden state of token t + 1.
@@ -319,17 +341,21 @@ class Trainer:
         self.head = main.get_output_embeddings().weight.detach()  # [vocab, hidden_size]
         self.half = self.head.to(torch.bfloat16)
         counts = np.bincount(np.concatenate([text.tokens for text in texts]), minlength=len(self.head))
-        self.frequent = torch.from_numpy(np.argsort(-counts)[: recipe.frequent].copy()).to(self.device)
-        rest = torch.ones(len(self.head), dtype=torch.bool)
-        rest[self.frequent.cpu()] = False
-        self.rest = rest.nonzero()[:, 0]
+        self._divide(torch.from_numpy(np.argsort(-counts)[: recipe.frequent].copy()))
         trained = [p for p in self.draft.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.01)
         self.rng = torch.Generator().manual_seed(recipe.seed)
         self.batches = batches(texts, recipe)
         self.step = self.seen = 0
         if checkpoint.exists():
             self._resume()
+
+    def _divide(self, frequent: Tensor) -> None:
+        """Divide the vocabulary into the frequent tokens, in ascending order, and the rest."""
+        self.frequent = frequent.sort().values.to(self.device)
+        rest = torch.ones(len(self.head), dtype=torch.bool)
+        rest[self.frequent.cpu()] = False
+        self.rest = rest.nonzero()[:, 0]
 
     def run(self, report: Callable[[int, int, float], Any], save_every: int = 200) -> None:
         """Train until the recipe's tokens are seen; report(step, tokens seen, smoothed loss) now and then."""
@@ -346,9 +372,7 @@ class Trainer:
 
     def _learn(self, texts: Sequence[Text]) -> float:
         tokens, hidden, counted = self._tensors(texts)
-        scale = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
-        scale *= 0.5 * (1 + math.cos(math.pi * min(1.0, self.seen / self.recipe.tokens))) * 0.97 + 0.03
-        self.optimizer.param_groups[0]["lr"] = self.recipe.learning_rate * scale
+        self.optimizer.param_groups[0]["lr"] = self.recipe.rate(self.seen)
         with torch.autocast(self.device.type, torch.bfloat16):
             embedded = F.embedding(tokens, self.head)
             if self.recipe.rollout:
@@ -396,7 +420,8 @@ class Trainer:
         """Write the checkpoint atomically."""
         state = {
             "recipe": asdict(self.recipe),
-            "draft": {k: v for k, v in self.draft.state_dict().items() if not k.startswith("embed_tokens")},
+            "draft": _own(self.draft),
+            "frequent": self.frequent,
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seen": self.seen,
@@ -412,6 +437,7 @@ class Trainer:
         if state["recipe"] != asdict(self.recipe):
             raise ModelError(f"the checkpoint {self.checkpoint} is of another recipe; move it away to start anew")
         self.draft.load_state_dict(state["draft"], strict=False)
+        self._divide(state["frequent"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seen = state["step"], state["seen"]
         self.rng.set_state(state["rng"].cpu())
@@ -419,22 +445,33 @@ class Trainer:
             next(self.batches)
 
 
-def save_draft(draft: Any, main_sha256: str, folder: Path) -> None:
-    """Write a draft's layers as int8 with their config; embedding and head stay with the main model."""
+def _own(draft: Any) -> dict[str, Tensor]:
+    """The weights that are the draft's alone: all but the main model's embedding."""
+    return {key: weight for key, weight in draft.state_dict().items() if "embed_tokens" not in key}
+
+
+def save_draft(draft: Any, vocabulary: Tensor, main_sha256: str, folder: Path) -> None:
+    """Write a draft's layers as int8 with their config; embedding and head stay with the main model.
+
+    vocabulary: the token ids that its head is trimmed to.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {f"model.{k}": v for k, v in draft.state_dict().items() if not k.startswith("embed_tokens")}
+    body = draft.body if isinstance(draft, FeatureLayers) else draft
+    weights = {f"model.{key}": weight for key, weight in _own(body).items()}
+    weights |= {key: weight for key, weight in _own(draft).items() if key in ("fuse.weight", "placeholders")}
+    stored = quantise(weights) | {"vocabulary": vocabulary.to("cpu", torch.int32)}
     scratch = folder / ".model.safetensors.tmp"
     try:
-        save_file(quantise(weights), scratch, metadata={"main_sha256": main_sha256})
+        save_file(stored, scratch, metadata={"main_sha256": main_sha256})
         scratch.chmod(0o644)
         os.replace(scratch, folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write the draft to {folder}: {error}; the checkpoint is kept") from error
     finally:
         scratch.unlink(missing_ok=True)
-    config = draft.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    config = body.config.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
     config = {key: value for key, value in config.items() if not key.endswith("name_or_path")}
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
@@ -455,7 +492,9 @@ def distill(
     """
     if ratio not in RECIPES:
         raise UnknownNameError("ratio", ratio, RECIPES)
-    recipe = RECIPES[ratio] if tokens is None else replace(RECIPES[ratio], tokens=tokens)
+    recipe = RECIPES[ratio]
+    if tokens is not None:
+        recipe = replace(recipe, rounds=((recipe.rounds[0][0], tokens),))
     folder = folder or zoo.cache_folder() / "distill"
     main = zoo.load_main(dtype="bfloat16")
     cache_hidden_states(main, corpus, folder / "hidden", report=report)
@@ -472,7 +511,9 @@ def distill(
 
     trainer.run(note)
     trial = folder / f"{name}-trial"
-    save_draft(trainer.draft, main.fingerprint, out or (zoo.DRAFTS / name if tokens is None else trial))
+    save_draft(
+        trainer.draft, trainer.frequent, main.fingerprint, out or (zoo.DRAFTS / name if tokens is None else trial)
+    )
     return history
 
 

@@ -25,7 +25,7 @@ from specdec_lab.errors import DataError, ModelError, SettingError
 from specdec_lab.models import zoo
 from specdec_lab.models.llama import LlamaModel
 
-RECIPE = Recipe((0, 1), 48, 3e-3, tokens=6_000, batch_tokens=256, frequent=128, others=64, warmup_steps=5)
+RECIPE = Recipe((0, 1), 48, ((3e-3, 6_000),), batch_tokens=256, frequent=128, others=64, warmup_steps=5)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def texts(teacher: Any) -> list[Text]:
     return made
 
 
-@pytest.mark.parametrize("ratio", RECIPES)
+@pytest.mark.parametrize("ratio", zoo.RATIOS)
 def test_drafts_have_the_size_they_are_named_for(ratio: str) -> None:
     main, vocabulary, hidden = 134_515_008, 49_152 * 576, 576
     recipe, share = RECIPES[ratio], int(ratio[2:])
@@ -110,7 +110,7 @@ def test_a_stored_draft_decodes_through_the_zoo(
 ) -> None:
     main = zoo.load_main(tiny_folder, device="cpu")
     draft = draft_from(teacher, dataclasses.replace(RECIPE, width=64))
-    save_draft(draft, main.fingerprint, tmp_path / "1-4")
+    save_draft(draft, torch.arange(259), main.fingerprint, tmp_path / "1-4")
     monkeypatch.setattr(zoo, "DRAFTS", tmp_path)
     drafter: Any = zoo.load_drafter("1:4", main)
     ids = torch.arange(20)[None]
@@ -175,9 +175,36 @@ def test_greedy_match_is_one_for_the_main_model_itself(tiny_folder: str, tiny_dr
     assert greedy_match(other.model, completions).value < 0.9
 
 
+def test_every_round_has_a_warm_up_and_a_cosine() -> None:
+    recipe = Recipe((0,), 8, ((1e-3, 10_000), (2e-4, 5_000)), batch_tokens=10, warmup_steps=10)
+    assert recipe.tokens == 15_000
+    assert recipe.rate(0) == pytest.approx(1e-4)
+    assert recipe.rate(90) == pytest.approx(1e-3, rel=0.01)
+    assert recipe.rate(5_000) == pytest.approx(1e-3 * 0.515)
+    assert recipe.rate(9_999) == pytest.approx(3e-5, rel=0.01)
+    assert recipe.rate(10_000) == pytest.approx(2e-5)
+    assert recipe.rate(12_500) == pytest.approx(2e-4 * 0.515)
+    assert recipe.rate(15_000) == recipe.rate(99_000) == pytest.approx(6e-6)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_training_on_its_own_output_lowers_the_loss(
+    parallel: bool, teacher: Any, texts: list[Text], tmp_path: Path
+) -> None:
+    recipe = dataclasses.replace(RECIPE, layers=(1,), rollout=3, parallel=parallel)
+    trainer = Trainer(teacher, recipe, texts, tmp_path / "c.pt")
+    first = trainer._learn(texts[:8])
+    trainer.run(lambda step, seen, loss: None)
+    assert trainer._learn(texts[:8]) < first - 0.1
+
+
 def test_bad_recipes_name_the_field() -> None:
     with pytest.raises(SettingError, match="layers"):
-        Recipe((3, 1), 64, 1e-3, 10_000)
-    with pytest.raises(SettingError, match="tokens"):
-        Recipe((0, 1), 64, 1e-3, 10)
+        Recipe((3, 1), 64, ((1e-3, 10_000),))
+    with pytest.raises(SettingError, match="rounds"):
+        Recipe((0, 1), 64, ((1e-3, 10),))
+    with pytest.raises(SettingError, match="rounds"):
+        Recipe((0, 1), 64, ())
+    with pytest.raises(SettingError, match="parallel"):
+        Recipe((0, 1), 64, ((1e-3, 10_000),), parallel=True)
     assert json.dumps(dataclasses.asdict(RECIPE))

@@ -329,8 +329,8 @@ def family(tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(zoo, "fetch_bundled", lambda: Path(tiny_folder))
     monkeypatch.setattr(zoo, "DRAFTS", tmp_path / "models")
     source = AutoModelForCausalLM.from_pretrained(tiny_folder)
-    recipe = Recipe(layers=(1,), width=48, learning_rate=1e-3, tokens=4096)
-    save_draft(draft_from(source, recipe), zoo.GGUF_SHA256, tmp_path / "models" / "1-3")
+    recipe = Recipe(layers=(1,), width=48, rounds=((1e-3, 4096),))
+    save_draft(draft_from(source, recipe), torch.arange(259), zoo.GGUF_SHA256, tmp_path / "models" / "1-3")
     return load_main("bundled", device="cpu", dtype="float32")
 
 

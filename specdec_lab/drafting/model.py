@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_lab.drafting.protocol import Drafter, Row, Tree, chains
+from specdec_lab.drafting.scores import draft_scores
 from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import feed
 from specdec_lab.models.protocol import Model
-from specdec_lab.sampling import distribution, draw, penalise, uniforms
+from specdec_lab.sampling import distribution, draw, uniforms
 
 
 class DraftModel(Drafter):
@@ -64,14 +64,11 @@ class DraftModel(Drafter):
         tokens = torch.zeros(len(rows), width, dtype=torch.long, device=self.model.device)
         q: list[Tensor] = []
         for i in range(width):
-            logits = self._logits(hidden)  # [rows, vocab_size]
-            if sampling.repetition_penalty != 1:
-                seen = [row.tokens + drafted for row, drafted in zip(rows, tokens[:, :i].tolist(), strict=True)]
-                logits = penalise(logits, seen, sampling.repetition_penalty)
+            scores = draft_scores(self.model, hidden, rows, tokens[:, :i], lengths, self.vocab_size)
             if u is None:
-                tokens[:, i] = logits.argmax(-1)
+                tokens[:, i] = scores.argmax(-1)
             else:
-                q.append(distribution(logits, sampling))
+                q.append(distribution(scores, sampling))
                 tokens[:, i] = draw(q[-1], u[:, i])
             if i + 1 < width:
                 hidden = self.model.forward(tokens[:, i : i + 1], self.cache)[:, 0]
@@ -88,11 +85,6 @@ class DraftModel(Drafter):
         """Row `row` has finished; the last row takes its index."""
         assert self.cache is not None
         self.cache.drop(row)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the main model's vocabulary; what the draft's lacks gets probability zero."""
-        logits = self.model.logits(hidden)[..., : self.vocab_size]
-        return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=float("-inf"))
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Tokens to feed: a padding id that the draft has no embedding for becomes its last one."""
