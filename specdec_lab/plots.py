@@ -471,3 +471,43 @@ def greedy_match(matches: Mapping[str, Interval]) -> Figure:
     ax.set(xlim=(0, 1), ylim=(len(table) - 0.4, -0.6), xlabel="greedy match, share of tokens (95 % interval)")
     ax.grid(axis="y", visible=False)
     return fig
+
+
+@style()
+def by_place(table: pd.DataFrame, xlabel: str, doubling: bool = False) -> Figure:
+    """Speed-up (above) and α (below) over a place, a column per task: studies.table, whose x the label names.
+
+    doubling: x grows by factors. Drafts are set apart sideways, so that their intervals don't hide each other.
+    """
+    if table.empty:
+        raise DataError("there is nothing to plot: the study has no rows")
+    tasks, drafts, colours, markers = tasks_of(table), drafts_of(table), _colours(table), _markers(table)
+    fig = Figure(figsize=(WIDTH, 4.3), layout="constrained")
+    axes = fig.subplots(2, len(tasks), sharex=True, sharey="row", squeeze=False)
+    places = np.array(sorted(set(table.x)), float)
+    at = dict(zip(places, np.log2(places) if doubling else places, strict=True))
+    apart = 0.16 * float(np.diff(list(at.values())).min()) if len(at) > 1 else 0.1
+    for row, name in zip(axes, ("speedup", "alpha"), strict=True):
+        for ax, task in zip(row, tasks, strict=True):
+            for index, draft in enumerate(drafts):
+                line = table[(table.task == task) & (table.draft == draft)].sort_values("x")
+                x = line.x.map(at).to_numpy(float) + apart * (index - (len(drafts) - 1) / 2)
+                look = {**BAR, "linestyle": "-", "linewidth": 0.8, "markersize": 4.5, "alpha": 0.9}
+                shade = {"color": colours[task], "markerfacecolor": "white" if index % 2 else colours[task]}
+                ax.errorbar(x, line[name], _errors(line, name), **look, **shade, marker=markers[draft])
+            if name == "speedup":
+                ax.axhline(1, **PLAIN, zorder=1)
+                ax.yaxis.set_major_formatter("{x:g}×")
+            if doubling:
+                ax.set_xticks(list(at.values()), [f"{x:g}" for x in places], rotation=45)
+            else:
+                ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes[0][0].set_ylabel("speed-up over the plain loop")
+    axes[1][0].set(ylabel="acceptance probability α", ylim=(-0.04, 1.04))
+    for ax, task in zip(axes[0], tasks, strict=True):
+        ax.set_title(title(task))
+    fig.supxlabel(xlabel, fontsize=9)
+    keys = [_key(markers[draft], short(draft), markerfacecolor="white" if i % 2 else "0.25")
+            for i, draft in enumerate(drafts)]  # fmt: skip
+    _legend(fig, [*keys, _key("", "plain loop (1×)", **PLAIN)], "95 % intervals")
+    return fig

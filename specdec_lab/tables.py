@@ -80,7 +80,7 @@ def title(task: str) -> str:
     return short(task, 24)
 
 
-def _size_ratio(main: float, draft: float) -> str:
+def size_ratio(main: float, draft: float) -> str:
     """How much smaller a draft is, as "1:2.7"; a dash for a draft without parameters."""
     if not draft or not main or not np.isfinite([main, draft]).all():
         return "–"
@@ -93,8 +93,8 @@ def size_ratios(table: pd.DataFrame) -> dict[str, tuple[str, str]]:
     first = table[table.draft != "none"].groupby("draft", sort=False).first()
     return {
         draft: (
-            _size_ratio(first.main_parameters[draft], first.draft_parameters[draft]),
-            _size_ratio(first.main_body_parameters[draft], first.draft_body_parameters[draft]),
+            size_ratio(first.main_parameters[draft], first.draft_parameters[draft]),
+            size_ratio(first.main_body_parameters[draft], first.draft_body_parameters[draft]),
         )
         for draft in drafts_of(table)
     }
