@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec_lab.acceptance import Rule, Verdict, rule
+from specdec_lab.constrain import Grammar, masked
 from specdec_lab.drafting import Drafter, Row, Tree
 from specdec_lab.errors import SettingError, require, whole
 from specdec_lab.models.cache import KVCache
@@ -80,6 +81,8 @@ def decode(
             tokens = [step.drafted[node] for node in path] + [step.next_token]
             step.emitted, row.trace.finish = cut(row, tokens)
             row.tokens += tokens[: step.emitted]
+            if row.constraint:
+                row.constraint.commit(tokens[: step.emitted])
         drafter.observe(rows, paths, hidden)
         end = now(main.device)
         for row, step in zip(rows, steps, strict=True):
@@ -107,14 +110,19 @@ def _block_parents(tree: Tree) -> Tensor | None:
 def _processed(logits: Tensor, rows: Sequence[Active], tree: Tree) -> Tensor:
     """Logits [rows, 1 + n, vocab] after the processors that depend on the path to each position."""
     penalty = rows[0].sampling.repetition_penalty
-    if penalty == 1:
+    if penalty == 1 and not any(row.constraint for row in rows):
         return logits
     out = []
     for row, tokens, parents, scores in zip(rows, tree.tokens.tolist(), tree.parents.tolist(), logits, strict=True):
-        seen = [row.tokens]
+        paths: list[list[int]] = [[]]  # [1 + n] what stands between the committed tokens and each position
         for token, parent in zip(tokens, parents, strict=True):
-            seen.append([*seen[max(parent, -1) + 1], token])
-        out.append(penalise(scores, seen, penalty))
+            paths.append([*paths[max(parent, -1) + 1], token])
+        scores = penalise(scores, [row.tokens + path for path in paths], penalty)
+        if row.constraint:
+            used = 1 + sum(parent >= -1 for parent in parents)  # padding comes last
+            allowed = [row.constraint.allowed(path) for path in paths[:used]]
+            scores = masked(scores, [*allowed, *[None] * (len(paths) - used)])
+        out.append(scores)
     return torch.stack(out)
 
 
@@ -234,12 +242,15 @@ class Decoder:
         seed: int = 0,
         stop: str | Sequence[str] = (),
         eos: Sequence[int] | None = None,
+        constraint: Grammar | None = None,
     ) -> Iterator[Generation]:
         """Decode one prompt, yielding what there is after each step; the last one is the whole.
 
         prompt: text, or token ids taken as they are. stop: the text ends with the token that completes one of
         these strings; ids, trace and text end there alike. eos: overrides the decoder's end-of-sequence ids;
-        () never ends early. See Sampling for temperature … repetition_penalty.
+        () never ends early. constraint: what the output must be; a batch takes one for all prompts or a list of one
+        each, None for free text. An output cut by its length ("length", "context") may be incomplete; SettingError
+        is raised before a model runs when no output fits. See Sampling for temperature … repetition_penalty.
         """
         rows = self._rows(
             [prompt],
@@ -252,6 +263,7 @@ class Decoder:
             seed=seed,
             stop=stop,
             eos=eos,
+            constraint=constraint,
         )
         for row, _ in self._run(rows):
             yield self._generation(row)
@@ -288,6 +300,7 @@ class Decoder:
         seed: int = 0,
         stop: str | Sequence[str] = (),
         eos: Sequence[int] | None = None,
+        constraint: Grammar | Sequence[Grammar | None] | None = None,
         **sampling: Any,
     ) -> list[Active]:
         positive = whole(max_new_tokens) and max_new_tokens >= 1
@@ -297,10 +310,13 @@ class Decoder:
         require("stop", stop, all(stops), "strings that are not empty")
         require("stop", stop, not stops or self.tokenizer is not None, "none, as this decoder has no tokenizer")
         how, ends = Sampling(**sampling), frozenset(self.eos if eos is None else eos)
+        grammars = self._grammars(constraint, len(prompts), ends)
         rows = []
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
             tokens = self.encode(prompt)
             left = self.main.context_length - len(tokens)
+            if grammar:
+                grammar.require_room(max_new_tokens)
             rows.append(
                 Active(
                     tokens=tokens,
@@ -312,9 +328,27 @@ class Decoder:
                     stop=stops,
                     trace=Trace(prompt_tokens=len(tokens)),
                     bounded_by="length" if max_new_tokens <= left else "context",
+                    constraint=grammar.constraint(ends, self.main.vocab_size, self.main.device) if grammar else None,
                 )
             )
         return rows
+
+    def _grammars(
+        self, constraint: Grammar | Sequence[Grammar | None] | None, prompts: int, eos: frozenset[int]
+    ) -> list[Grammar | None]:
+        """One grammar, or None, for each prompt; raises SettingError for those that cannot be."""
+        grammars = [constraint] * prompts if constraint is None or isinstance(constraint, Grammar) else list(constraint)
+        require(
+            "constraint", f"{len(grammars)} grammars", len(grammars) == prompts, f"one, or one for each of {prompts}"
+        )
+        for grammar in {grammar for grammar in grammars if grammar}:
+            last = self.main.vocab_size - 1
+            ends = any(0 <= token <= last for token in eos)
+            require("eos", tuple(eos), ends, f"ids 0 … {last}, one at least: they end a constrained output")
+            own = self.tokenizer
+            same = own is None or own is grammar.tokenizer or own.get_vocab() == grammar.tokenizer.get_vocab()
+            require("constraint", grammar.name, same, "a grammar compiled for this decoder's tokenizer")
+        return grammars
 
     def _run(self, rows: list[Active]) -> Iterator[tuple[Active, Step]]:
         """Prefill, then decode; `rows` is emptied."""

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from specdec_lab.constrain import Grammar
 from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
 from specdec_lab.drafting import Drafter
 from specdec_lab.errors import DataError, SettingError, SpecdecError, require
@@ -312,21 +313,24 @@ def alternate(
     prompts: Sequence[Sequence[int]],
     shift: int = 0,
     tick: Callable[[int], object] = lambda count: None,
+    constraints: Sequence[Grammar | None] = (),
     **settings: Any,
 ) -> Iterator[list[tuple[int, Generation]]]:
     """Decode each prompt by every decoder, back to back, in an order that rotates from prompt to prompt.
 
     Yields per prompt (place in the order, generation) for each decoder. A short warm-up of each comes first and is
-    not part of it. shift: where the rotation starts. settings: as Decoder.stream.
+    not part of it. shift: where the rotation starts. constraints: one for each prompt; the warm-up is free of them.
+    settings: as Decoder.stream.
     """
     short = {**settings, "max_new_tokens": min(WARM_UP, settings.get("max_new_tokens", WARM_UP))}
     for decoder in decoders:
         decoder.generate(prompts[0], **short)
     for index, prompt in enumerate(prompts):
         made: dict[int, tuple[int, Generation]] = {}
+        constraint = constraints[index] if constraints else None
         for order in range(len(decoders)):
             side = (index + shift + order) % len(decoders)
-            made[side] = order, decoders[side].generate(prompt, **settings)
+            made[side] = order, decoders[side].generate(prompt, constraint=constraint, **settings)
             tick(1)
         yield [made[side] for side in range(len(decoders))]
 

@@ -1,11 +1,12 @@
 """What a drafter is: it proposes a token tree and hears what was accepted. It never decides what stays."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from specdec_lab.constrain import Constraint
 from specdec_lab.sampling import Sampling
 
 
@@ -16,6 +17,8 @@ class Row:
     tokens: list[int]  # prompt and committed tokens; the last one is the root of the next tree
     sampling: Sampling
     generator: torch.Generator
+    # a drafter that draws masks q by it, too; None = anything may follow. By keyword: subclasses have fields behind it
+    constraint: Constraint | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
