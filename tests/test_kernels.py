@@ -212,9 +212,13 @@ def test_two_layouts_switch_at_their_count_and_agree(
     product = arrange(w, b, TRANSPOSED)
     assert isinstance(product, Switched)
     used: list[str] = []
-    monkeypatch.setattr(
-        Linear, "__call__", lambda self, x, call=Linear.__call__: (used.append(self.layout), call(self, x))[1]
-    )
+    call = Linear.__call__
+
+    def watched(self: Linear, x: torch.Tensor) -> torch.Tensor:
+        used.append(self.layout)
+        return call(self, x)
+
+    monkeypatch.setattr(Linear, "__call__", watched)
     for rows, tokens in ((1, 1), (1, 3), (3, 1), (1, 4), (2, 2), (1, 16)):
         x = torch.randn(rows, tokens, w.shape[1], generator=torch.Generator().manual_seed(3))
         y = product(x)
