@@ -44,15 +44,16 @@ TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 0.7, 1.0, 1.0)  # of the main
 class Recipe:
     """What a draft is made of and how long it trains."""
 
-    layers: tuple[int, ...]  # the main model's layers it starts from, first and last among them
+    layers: tuple[int, ...]  # the main model's layers it is made of, first and last among them
     width: int  # feed-forward width; the neurons with the largest weights are kept
     rounds: tuple[tuple[float, int], ...]  # of (highest learning rate, training tokens), each a cosine of its own
     batch_tokens: int = 2048
-    frequent: int = 8192  # the loss sees the most frequent tokens …
-    others: int = 2048  # … and as many random ones of the rest, new ones each step
+    frequent: int = 10_240  # the loss sees the most frequent tokens, which the draft's head is trimmed to, …
+    others: int = 1024  # … and as many random ones of the rest, new ones each step
     prompt_share: float = 0.25  # share of prompt positions that count in the loss
     feature_weight: float = 0.5  # of the smooth-L1 between hidden states
     rollout: int = 0  # steps that a feature-conditioned draft is trained on its own output; 0 = a draft of its own
+    start: str = ""  # the bundled draft, of the same layers and width, whose trained weights it starts from
     parallel: bool = False  # its later steps see learned placeholders, so that one forward drafts them all
     warmup_steps: int = 100
     seed: int = 0
@@ -73,29 +74,29 @@ class Recipe:
 
     def rate(self, seen: int) -> float:
         """Learning rate after so many tokens: in each round a warm-up, then half a cosine down to 3 %."""
-        begin = 0
-        for rate, tokens in self.rounds[:-1]:
-            if seen < begin + tokens:
-                break
-            begin += tokens
-        else:
-            rate, tokens = self.rounds[-1]
-        seen -= begin
+        rounds = list(self.rounds)
+        rate, tokens = rounds.pop(0)
+        while rounds and seen >= tokens:
+            seen -= tokens
+            rate, tokens = rounds.pop(0)
         warm = min(1.0, (seen + self.batch_tokens) / (self.warmup_steps * self.batch_tokens))
         return rate * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, seen / tokens))))
 
 
 RECIPES = {
-    "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, ((6e-4, 1_400_000), (2e-4, 500_000))),
-    "1:3": Recipe((0, 7, 15, 22, 29), 1400, ((8e-4, 3_000_000), (4e-4, 1_200_000))),
-    "1:4": Recipe((0, 29), 1024, ((1e-3, 4_000_000), (6e-4, 3_000_000))),
-    "feature": Recipe((29,), 1536, ((1e-3, 3_000_000),), batch_tokens=1024, rollout=3),
-    "parallel": Recipe((29,), 1536, ((1e-3, 1_000_000),), batch_tokens=1024, rollout=6, parallel=True),
+    "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, ((6e-4, 1_400_000), (2e-4, 450_000))),
+    "1:3": Recipe((0, 7, 15, 22, 29), 1400, ((8e-4, 3_000_000), (4e-4, 1_100_000))),
+    "1:4": Recipe((0, 29), 1024, ((1e-3, 4_000_000), (6e-4, 2_500_000))),
+    "feature": Recipe((0, 29), 1024, ((6e-4, 2_600_000),), batch_tokens=1024, rollout=3, start="1:4"),
+    "parallel": Recipe((0, 29), 1024, ((4e-4, 600_000),), batch_tokens=1024, rollout=6, start="feature", parallel=True),
 }
 
 
 def draft_from(main: Any, recipe: Recipe) -> Any:
-    """A transformers LlamaModel that holds the chosen layers of `main` (a LlamaForCausalLM), narrowed."""
+    """A transformers LlamaModel that holds the chosen layers of `main` (a LlamaForCausalLM), narrowed.
+
+    With a rollout it stands inside FeatureLayers; with `start` its weights are those of that bundled draft.
+    """
     from transformers import LlamaConfig, LlamaModel
 
     settings = main.config.to_dict() | {
@@ -116,7 +117,13 @@ def draft_from(main: Any, recipe: Recipe) -> Any:
         weights |= {f"layers.{index}.{key}": value for key, value in part.items()}
     draft.load_state_dict(weights)
     draft.embed_tokens.requires_grad_(False)
-    return FeatureLayers(draft, recipe) if recipe.rollout else draft
+    made = FeatureLayers(draft, recipe) if recipe.rollout else draft
+    if recipe.start:
+        trained = zoo.read_draft(recipe.start).weights
+        prefix = "body." if recipe.rollout else ""
+        own = {key.replace("model.", prefix): weight for key, weight in trained.items() if key != "placeholders"}
+        made.load_state_dict(own, strict=False)
+    return made
 
 
 class FeatureLayers(torch.nn.Module):
@@ -134,9 +141,9 @@ class FeatureLayers(torch.nn.Module):
         size = body.config.hidden_size
         self.body, self.rollout = body, recipe.rollout
         self.fuse = torch.nn.Linear(2 * size, size, bias=False)
-        with torch.no_grad():
-            self.fuse.weight.normal_(0, 0.02)
-            self.fuse.weight[:, size:] += torch.eye(size)
+        with torch.no_grad():  # at first it passes the token on
+            self.fuse.weight.normal_(0, 1e-3)
+            self.fuse.weight[:, :size] += torch.eye(size)
         later = recipe.rollout - 1 if recipe.parallel else 0
         self.placeholders = torch.nn.Parameter(torch.randn(later, size) * 0.02) if later else None
 
@@ -152,8 +159,7 @@ class FeatureLayers(torch.nn.Module):
             if step and self.placeholders is not None:
                 x = self.placeholders[step - 1].expand_as(embedded)
             else:
-                both = (F.rms_norm(part, (size,)) for part in (embedded, feature))
-                x = self.fuse(torch.cat(list(both), -1))
+                x = self.fuse(torch.cat([embedded, F.rms_norm(feature, (size,))], -1))
             gap = index[:, None] - index  # [query, key]
             mask = torch.cat([gap >= step, *(gap == step - s for s in range(1, step + 1))], 1)
             out = self.body(
@@ -185,7 +191,7 @@ class Corpus:
     seed: int = 0
 
 
-CORPUS = Corpus({"train_json": 883, "train_code": 595, "train_prose": 442})
+CORPUS = Corpus({"train_json": 1324, "train_code": 1248, "train_prose": 2036, "train_writing": 3000})
 
 
 def cache_hidden_states(
@@ -393,7 +399,7 @@ class Trainer:
                 features = F.smooth_l1_loss(ours.float(), theirs.float())
                 losses.append(weight * self.recipe.feature_weight * features)
                 weight *= LATER
-        entropy, loss = losses[0], sum(losses)
+        entropy, loss = losses[0], torch.stack(losses).sum()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_((p for p in self.draft.parameters() if p.requires_grad), 1.0)

@@ -19,7 +19,7 @@ from specdec_lab.tasks.scores import extract_code
 
 ROWS = {
     **{"json": 305, "code": 303, "prose": 185, "spec_bench": 240},
-    **{"train_json": 5069, "train_code": 2971, "train_prose": 2809},
+    **{"train_json": 5069, "train_code": 2971, "train_prose": 2809, "train_writing": 3000},
     **{"multi_turn": 80, "qa": 80, "math_reasoning": 80},
     **dict.fromkeys(("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"), 10),
     **{"humanities": 10},
@@ -48,7 +48,7 @@ def test_every_shipped_task_loads_in_full() -> None:
 def test_every_shipped_source_is_credited() -> None:
     """What a row names as its source stands in SOURCES.md, and every row names a licence."""
     credits = (FOLDER / "SOURCES.md").read_text()
-    for name in ("json", "code", "prose", "spec_bench", "train_json", "train_code", "train_prose"):
+    for name in ("json", "code", "prose", "spec_bench", "train_json", "train_code", "train_prose", "train_writing"):
         for row in load_prompts(name):
             assert row.license, row.id
             assert row.source.split(":")[0].split(" ")[0] in credits, row.source

@@ -192,8 +192,7 @@ class FeatureModel(LlamaModel):
     @torch.inference_mode()
     def inputs(self, tokens: Tensor, features: Tensor) -> Tensor:
         """Entries [rows, n, hidden_size] of tokens [rows, n] and the hidden states before them."""
-        size = (self.hidden_size,)
-        both = F.rms_norm(F.embedding(tokens, self.embedding), size), F.rms_norm(features, size)
+        both = F.embedding(tokens, self.embedding), F.rms_norm(features, (self.hidden_size,))
         return self.fuse(torch.cat(both, -1))
 
     @torch.inference_mode()
