@@ -6,7 +6,6 @@ constrained by the prompt's own JSON schema. Its speed-up is over the own plain 
 
 import json
 import math
-import re
 import resource
 import statistics
 import subprocess
@@ -22,12 +21,13 @@ import torch
 
 from specdec_lab import metrics, peers
 from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
-from specdec_lab.errors import DataError, SpecdecError, UnknownNameError, require, whole
+from specdec_lab.errors import SpecdecError, UnknownNameError, require, whole
 from specdec_lab.experiment import encode_all
 from specdec_lab.metrics import Totals, loops, repeated_ngrams, totals
 from specdec_lab.models import zoo
-from specdec_lab.provenance import ROOT, provenance
+from specdec_lab.provenance import provenance
 from specdec_lab.sampling import Sampling
+from specdec_lab.scoreboard import details, markdown, said_of
 from specdec_lab.statistics import Interval, ratio_interval
 from specdec_lab.tasks import Prompt, load_prompts, score
 from specdec_lab.tasks.prompts import spread
@@ -42,7 +42,6 @@ LENGTHS = {"ngram": 8, "ngram+feature": 8, "parallel": 8, "grammar": MAX_DRAFT} 
 WARM_UP = 16  # tokens
 QUIET = 0.15  # share of the cores that others may use
 STEADY = 1.5  # how much longer than its median a probe may take, nine times in ten
-RESULTS, README = ROOT / "data" / "results" / "bench.json", ROOT / "README.md"
 
 
 @dataclass(frozen=True)
@@ -165,12 +164,6 @@ def quiet() -> dict[str, Any]:
     return {"busy_share": busy, "probe_spread": spread, "quiet": busy <= QUIET and spread <= STEADY}
 
 
-def said_of(state: Mapping[str, Any]) -> str:
-    """The verdict of `quiet`, in words."""
-    verdict = "the machine is quiet" if state["quiet"] else "the machine is NOT quiet, times may be off"
-    return f"{verdict}: {state['busy_share']:.0%} busy, probe {state['probe_spread']:.2f} × its median"
-
-
 # ---- arms
 
 
@@ -271,9 +264,8 @@ def decoder_of(name: str, main: zoo.Main, task: str) -> Decoder:
         from specdec_lab.profiles import load_profile
 
         chosen = load_profile(name).for_task(task)
-        return Decoder(
-            main.model, zoo.load_drafter(chosen.draft, main), chosen.draft_length, main.tokenizer, eos=main.eos
-        )
+        drafter = zoo.load_drafter(chosen.draft, main, **chosen.options)
+        return Decoder(main.model, drafter, chosen.draft_length, main.tokenizer, eos=main.eos)
     drafter = zoo.load_drafter("none" if name == "plain" else name, main)
     return Decoder(main.model, drafter, LENGTHS.get(name, 4), main.tokenizer, eos=main.eos)
 
@@ -331,14 +323,15 @@ def _timed(arm: Arm, item: Item, name: str, max_new_tokens: int, device: torch.d
 
 def summarise(runs: Sequence[Run], others: Mapping[str, peers.Peer]) -> list[dict[str, Any]]:
     """A row per mode, task and arm. others: the other systems by name, for their precision and size."""
-    looping = {r.item.prompt.id for r in runs if (r.arm, r.item.mode) == ("plain", "greedy") and loops(r.tokens)}
+    looping = {(run.item.mode, run.item.prompt.id) for run in runs if run.arm == "plain" and loops(run.tokens)}
     rows = []
     for mode, task, arm in dict.fromkeys((run.item.mode, run.item.task, run.arm) for run in runs):
         mine, plain = (
             [run for run in runs if (run.item.mode, run.item.task, run.arm) == (mode, task, name)]
             for name in (arm, "plain")
         )
-        steady = [i for i, run in enumerate(mine) if run.item.prompt.id not in looping]
+        judged = "greedy" if mode == "sampled" else mode  # the greedy text says whether a prompt makes the model loop
+        steady = [i for i, run in enumerate(mine) if (judged, run.item.prompt.id) not in looping]
         peer = others.get(arm)
         row = {
             "mode": mode,
@@ -476,132 +469,3 @@ def _decode_once(main_name: str, arm: str) -> None:
         resident = psutil.Process().memory_info().rss
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"held": held, "resident": resident, "peak": peak}))
-
-
-# ---- in words
-
-
-COLUMNS = (
-    "task", "arm", "tokens/s", "speed-up", "loop-free", "after prefill", "τ", "α", "c", "draft / verify / other",
-    "MiB", "equal", "repeated",
-)  # fmt: skip
-MODES = {
-    "greedy": "Greedy",
-    "sampled": "Temperature {temperature:g}, top-p {top_p:g}",
-    "schema": "Greedy, constrained by the prompt's own JSON schema; plain: the constrained plain loop",
-}
-LEGEND = (
-    "Speed-up: tokens per second of whole calls, prefill included, over the own plain loop of the same mode on the "
-    "same prompts, with its 95 % interval (bootstrap over prompts); after prefill: the same without prefills; "
-    f"loop-free: without prompts whose greedy output loops ({metrics.LOOP:.0%} of its 4-grams or more stood in it "
-    "before). Draft / verify / other: shares of the time after prefill. MiB: weights and caches held; of other systems "
-    "weights alone. Equal: outputs equal to the plain loop's, token for token. Repeated: share of repeated 4-grams."
-)
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """The tables of a result, a mode each, with machine and versions; what README shows."""
-    plan, machine, quiet_then = result["plan"], result["machine"], result["quiet"]
-    alone = "quiet" if quiet_then["before"]["quiet"] and quiet_then["after"]["quiet"] else "not quiet"
-    lines = [
-        f"{machine['cpu']}{', ' + machine['gpu'] if machine['gpu'] else ''}, {machine['threads']} threads, torch "
-        f"{machine['torch']}, transformers {machine['transformers']}, {machine['date'][:10]}; the machine was {alone}. "
-        f"{plan['prompts']} prompts of each task, {plan['max_new_tokens']} new tokens.",
-    ]
-    for mode, about in MODES.items():
-        rows = [row for row in result["rows"] if row["mode"] == mode]
-        if rows:
-            lines += ["", about.format(**plan) + ":", "", _table_row(COLUMNS), _table_row(["---"] * len(COLUMNS))]
-            lines += [_table_row(_cells(row)) for row in rows]
-            lines += _validity(rows)
-    if result["missing"]:
-        lines += ["", "Not run:", "", *(f"* {name}: {why}" for name, why in result["missing"].items())]
-    return "\n".join([*lines, "", LEGEND])
-
-
-def _table_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    arm = row["arm"] + (f" ({row['precision']})" if row["precision"] not in ("", "float32") else "")
-    shares = [row.get(f"{part}_share") for part in ("draft", "verify", "other")]
-    return [
-        row["task"],
-        arm,
-        f"{row['throughput']:.1f}",
-        _ratio_cell(row["speedup"]),
-        f"{_ratio_cell(row['loop_free'])}, n = {row['loop_free']['prompts']}",
-        _ratio_cell(row.get("decode_speedup")),
-        _number(_value(row, "tau"), "{:.2f}"),
-        _number(_value(row, "alpha"), "{:.2f}"),
-        _number(row.get("c"), "{:.3f}"),
-        "–" if None in shares else " / ".join(f"{share:.0%}" for share in shares),
-        f"{row['memory_bytes'] / 2**20:,.0f}" if row["memory_bytes"] else "–",
-        "–" if row["same"] is None else f"{row['same']} of {row['prompts']}",
-        _number(row["repetition"], "{:.2f}"),
-    ]
-
-
-def _value(row: Mapping[str, Any], name: str) -> float | None:
-    return row[name]["value"] if name in row else None
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
-
-
-def _ratio_cell(found: Mapping[str, Any] | None) -> str:
-    """A ratio with its interval, where there is one."""
-    if found is None or found["value"] is None:
-        return "–"
-    bounds = "" if found["low"] is None else f" ({found['low']:.2f} … {found['high']:.2f})"
-    return f"{found['value']:.2f}×{bounds}"
-
-
-def _validity(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many of the plain loop's whole JSON replies validate."""
-    plain = [row for row in rows if row["arm"] == "plain" and row["complete"]]
-    said = [f"{row['task']}: {row['validates']} of {row['complete']}" for row in plain]
-    return (
-        ["", f"Replies that ended by themselves and validate against their schema, {'; '.join(said)}."] if said else []
-    )
-
-
-def details(result: Mapping[str, Any]) -> str:
-    """The plain loop against transformers, verify-cost curves and memory."""
-    loop, curves, memory = result["plain_loop"], result["verify_curves"], result["memory_bytes"]
-    lines = []
-    if loop:
-        lines += [
-            f"plain loop over transformers.generate: {_ratio_cell(loop)}, {loop['prompts']} prompts, "
-            f"{loop['tokens_per_s']:.1f} against {loop['reference_tokens_per_s']:.1f} tokens/s",
-            f"time outside model forwards: {loop['overhead_share']:.1%} of the plain loop",
-        ]
-    lines.append("tokens in one forward " + "".join(f"{k:>8}" for k in curves["k"]))
-    for name in ("lean", "transformers"):
-        lines.append(f"{name + ', ms':22}" + "".join(f"{1e3 * s:8.1f}" for s in curves[name]))
-    lines.append("lean T(k) / T(1)      " + "".join(f"{s / curves['lean'][0]:8.2f}" for s in curves["lean"]))
-    for name, sizes in memory.items():
-        growth = "" if name == "plain" else f"; held {sizes['held'] / memory['plain']['held'] - 1:+.1%} over main alone"
-        parts = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items())
-        lines.append(f"memory with {name}: {parts}{growth}")
-    return "\n".join(lines)
-
-
-MARKS = ("<!-- bench -->", "<!-- /bench -->")
-
-
-def publish(result: Mapping[str, Any], results: Path = RESULTS, readme: Path = README) -> None:
-    """Write a result to data/results/bench.json and its tables between the marks in README.md.
-
-    Raises DataError where README has no marks, before anything is written.
-    """
-    text = readme.read_text(encoding="utf-8")
-    start, end = MARKS
-    if text.count(start) != 1 or text.count(end) != 1:
-        raise DataError(f"{readme} needs one line {start} and one {end}, for the table to stand between")
-    section = f"{start}\n{markdown(result)}\n{end}"
-    readme.write_text(re.sub(f"{start}.*?{end}", lambda _: section, text, flags=re.S), encoding="utf-8")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

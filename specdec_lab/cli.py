@@ -9,11 +9,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specdec_lab.errors import SettingError, SpecdecError, UnknownNameError
+from specdec_lab.errors import DataError, SettingError, SpecdecError, UnknownNameError
 
+AGREEMENT = {"match": "greedy match", "overlap": "Σ min(p, q)", "alpha": "α"}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -74,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
 
     one = command("generate", _generate, "decode one prompt")
     one.add_argument("--prompt", required=True, help="text, or - for standard input")
+    one.add_argument("--task", help="the prompt's task type, for --profile: json, code, prose …")
     _decoding_options(one)
+    _constraint_options(one, "FILE or any")
     one.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
 
     many = command("evaluate", _evaluate, "decode many prompts, beside the plain loop on the same prompts")
@@ -82,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--limit", type=int, help="how many of them, evenly spread; default all")
     many.add_argument("--save_tokens", type=Path, help="write {id, tokens} lines, tokens as emitted")
     _decoding_options(many)
+    _constraint_options(many, "FILE, any, or auto: each row's own schema, any JSON for rows without")
 
     sweep = command("sweep", _sweep, "run 03_ratio_sweep.ipynb: draft sizes x tasks x draft lengths, figures, table")
     sweep.add_argument("--main")
@@ -108,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("folder", type=Path)
 
     distill = command("distill", _distill, "train a draft of the bundled family; resumes where it stopped")
-    distill.add_argument("--ratio", required=True, help="1:2, 1:3 or 1:4")
+    distill.add_argument("--ratio", required=True, help="1:2, 1:3, 1:4, feature or parallel")
     distill.add_argument("--tokens", type=int, help="training tokens; default the recipe's")
     distill.add_argument("--folder", type=Path, help="hidden states and checkpoints; default in the cache folder")
     distill.add_argument(
@@ -116,11 +121,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     distill.add_argument("--threads", type=int)
 
-    match = command("match", _match, "greedy match of the bundled drafts on evaluation prompts")
-    match.add_argument("--drafts", nargs="+", default=["1:2", "1:3", "1:4"])
+    match = command("match", _match, "agreement of drafts with the main model, and their α, on evaluation prompts")
+    match.add_argument("--drafts", nargs="+", help="default every bundled draft that is there, and ngram")
+    match.add_argument("--draft_length", type=int, default=4, help="of the decoding that α is measured in")
     match.add_argument("--prompts", type=int, default=20, help="prompts of each task")
     match.add_argument("--max_new_tokens", type=int, default=96)
     match.add_argument("--threads", type=int)
+
+    study = command("study", _study, "speed-up and α over prompt length, or over the position in the output")
+    study.add_argument("what", choices=("lengths", "positions"))
+    study.add_argument("--drafts", nargs="+", help="default 1:4 ngram fastest")
+    study.add_argument("--tasks", nargs="+", help="default json code prose")
+    study.add_argument("--prompts", type=int, help="prompts of each task; default 6, for positions 12")
+    study.add_argument("--max_new_tokens", type=int, help="default 64, for positions 256")
+    study.add_argument("--lengths", nargs="+", type=int, help="of prompts, in tokens; default 64 128 … 2048")
+    study.add_argument("--width", type=int, help="tokens that one position stands for; default 16")
+    study.add_argument(
+        "--results", help="folder of parquet and JSON; default data/results, other settings build/results"
+    )
+    study.add_argument("--figures", help="folder of the figure; default figures, other settings build/figures")
+    study.add_argument("--threads", type=int)
 
     verify = command("verify", _verify, "greedy output against transformers, token for token")
     verify.add_argument("--drafts", nargs="+", default=["1:2", "1:3", "1:4", "ngram"])
@@ -129,17 +149,24 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--max_new_tokens", type=int, default=64)
     verify.add_argument("--threads", type=int)
 
-    bench = command("bench", _bench, "plain loop against transformers, overhead, verify-cost curve, memory")
-    bench.add_argument("--prompts", type=int, default=4, help="prompts of each task")
-    bench.add_argument("--max_new_tokens", type=int, default=64)
+    bench = command("bench", _bench, "every arm and other systems in one run; last line JSON, always")
+    bench.add_argument("--tasks", nargs="+", help="default json code prose; spec_bench runs each of its categories")
+    bench.add_argument("--arms", nargs="+", help="which ways to decode, besides the plain loop; default all")
+    bench.add_argument("--prompts", type=int, help="prompts of each task; default 10")
+    bench.add_argument("--max_new_tokens", type=int, help="default 64")
+    bench.add_argument("--temperature", type=float, help="of the sampled part; default 0.2, 0 leaves it out")
+    bench.add_argument("--top_p", type=float, help="of the sampled part; default 0.9")
+    bench.add_argument("--seed", type=int)
+    bench.add_argument("--readme", action="store_true", help="write data/results/bench.json and the table in README.md")
     bench.add_argument("--threads", type=int)
     return parser
 
 
 def _decoding_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--main", default="bundled", help="bundled, a folder, a GGUF file or a hub id")
-    sub.add_argument("--draft", default="1:4", help="1:2, 1:3, 1:4, ngram, none, a folder, a GGUF file or a hub id")
-    sub.add_argument("--draft_length", type=int, default=4, help="tokens drafted a step; 0 is plain decoding")
+    sub.add_argument("--draft", help="a name that `models` lists; default 1:4")
+    sub.add_argument("--draft_length", type=int, help="tokens drafted a step; 0 is plain decoding; default 4")
+    sub.add_argument("--profile", help="draft and draft_length by task, from profiles.toml: fastest")
     sub.add_argument("--max_new_tokens", type=int, default=128)
     sub.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     sub.add_argument("--top_k", type=int, default=0)
@@ -148,29 +175,119 @@ def _decoding_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--repetition_penalty", type=float, default=1.0)
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--device", help="cpu or cuda; default CUDA where there is one")
-    sub.add_argument("--dtype", help="float32, bfloat16 or float16")
+    sub.add_argument("--dtype", help="float32, bfloat16, float16; packed_bf16: on a CPU, faster, other logits")
     sub.add_argument("--threads", type=int, help="CPU threads")
+
+
+def _constraint_options(sub: argparse.ArgumentParser, schemas: str) -> None:
+    only = sub.add_mutually_exclusive_group()
+    only.add_argument("--json_schema", help=f"constrain the output to a JSON schema: {schemas}")
+    only.add_argument("--regex", help="constrain the output to a regular expression, in Rust's syntax")
+    only.add_argument("--grammar", type=Path, help="constrain the output to the Lark grammar in this file")
+
+
+def _source(args: argparse.Namespace) -> Any:
+    """The constrain.Source that the options ask for, None without; read and checked before a model loads."""
+    if args.json_schema is None and args.regex is None and args.grammar is None:
+        return None
+    from specdec_lab.constrain import Source, read_lark, read_schema
+
+    if args.regex is not None:
+        return Source.regex(args.regex)
+    if args.grammar is not None:
+        return read_lark(args.grammar)
+    return Source.any_json() if args.json_schema == "any" else read_schema(Path(args.json_schema))
+
+
+def _grammars(
+    args: argparse.Namespace, source: Any, rows: Sequence[Any], main_model: Any
+) -> tuple[list[tuple[Any, Any]], dict[str, str]]:
+    """([(row, constrain.Grammar or None)], why the schema of a row cannot be used, by the row's id)."""
+    if args.json_schema != "auto":
+        grammar = _compiled(args, source, main_model)
+        return [(row, grammar) for row in rows], {}
+    from specdec_lab.constrain import Source
+
+    usable, refused = [], {}
+    for row in rows:
+        try:
+            name = f"prompt {row.id}"
+            own = Source.any_json() if row.schema is None else Source.json_schema(row.schema, name)
+            usable.append((row, _compiled(args, own, main_model)))
+        except DataError as error:
+            refused[row.id] = str(error)
+            print(f"specdec-lab: skipped: {error}", file=sys.stderr)
+    if not usable:
+        raise DataError(f"{args.prompts}: no row has a schema that can be used")
+    return usable, refused
+
+
+def _compiled(args: argparse.Namespace, source: Any, main_model: Any) -> Any:
+    """The constrain.Grammar of a Source for that model's tokenizer; None of None."""
+    from specdec_lab.constrain import Grammar
+
+    if source is None:
+        return None
+    grammar = Grammar(source, main_model.tokenizer)
+    grammar.require_room(args.max_new_tokens)  # told before the first row is decoded
+    return grammar
+
+
+def _valid(row: Any, grammar: Any, made: Any, eos: Sequence[int]) -> bool | None:
+    """Whether the output is what was asked for; None where nothing was. A JSON schema is checked by jsonschema.
+
+    Unconstrained JSON is held to the row's own schema. What a length limit cut counts as it stands.
+    """
+    from dataclasses import replace
+
+    from specdec_lab.tasks.scores import json_score
+
+    if grammar is not None and grammar.source.schema is None:
+        return bool(grammar.matches([token for token in made.tokens if token not in eos]))
+    if grammar is None and row.task != "json":
+        return None
+    schema = row.schema if grammar is None else grammar.source.schema
+    asked = replace(row, schema=schema if isinstance(schema, dict) else None)
+    return json_score(asked, made.text, None, None).value == 1.0
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in (*SAMPLING, "max_new_tokens", "seed")}
 
 
-def _decoders(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """(zoo.Main, the decoder asked for, the plain one); settings are validated before a model loads."""
-    from specdec_lab.decoding import MAX_DRAFT, Decoder
+def _drafting(args: argparse.Namespace, task: str | None) -> Any:
+    """The profiles.Drafting that the options ask for, for a prompt of that task; raises SettingError."""
+    from specdec_lab.profiles import Drafting, load_profile
+
+    if args.profile is None:
+        return Drafting(args.draft or "1:4", 4 if args.draft_length is None else args.draft_length)
+    if args.draft is not None or args.draft_length is not None:
+        raise SettingError("profile", args.profile, "none beside --draft and --draft_length, which a profile sets")
+    return load_profile(args.profile).for_task(task)
+
+
+def _decoders(args: argparse.Namespace, drafting: Sequence[Any]) -> tuple[Any, list[Any], Any]:
+    """(zoo.Main, a decoder for each profiles.Drafting, the plain one); settings are validated before a model loads.
+
+    What drafts with the same model shares it, so that those decoders take turns.
+    """
+    from specdec_lab.decoding import Decoder
     from specdec_lab.errors import require
     from specdec_lab.models.zoo import load_drafter, load_main
     from specdec_lab.sampling import Sampling
 
     Sampling(**{name: getattr(args, name) for name in SAMPLING})
     require("max_new_tokens", args.max_new_tokens, args.max_new_tokens >= 1, "an integer >= 1")
-    require("draft_length", args.draft_length, 0 <= args.draft_length <= MAX_DRAFT, f"0 … {MAX_DRAFT}")
     main_model = load_main(args.main, args.device, args.dtype)
-    drafter = load_drafter(args.draft, main_model)
+    drafters: dict[str, Any] = {}
+    decoders = []
+    for each in drafting:
+        key = json.dumps([each.draft, dict(each.options)], sort_keys=True)
+        drafters[key] = drafters.get(key) or load_drafter(each.draft, main_model, **each.options)
+        length = each.draft_length
+        decoders.append(Decoder(main_model.model, drafters[key], length, main_model.tokenizer, eos=main_model.eos))
     plain = Decoder(main_model.model, tokenizer=main_model.tokenizer, eos=main_model.eos)
-    drafting = Decoder(main_model.model, drafter, args.draft_length, main_model.tokenizer, eos=main_model.eos)
-    return main_model, drafting, plain
+    return main_model, decoders, plain
 
 
 def _models(args: argparse.Namespace) -> Any:
@@ -199,10 +316,16 @@ def _tasks(args: argparse.Namespace) -> Any:
 def _generate(args: argparse.Namespace) -> Any:
     from specdec_lab.metrics import summarise
 
+    if args.json_schema == "auto":
+        raise SettingError("json_schema", "auto", "FILE or any; only the rows that `evaluate` reads have schemas")
+    if args.task is not None and args.profile is None:
+        raise SettingError("task", args.task, "none without --profile")
+    source = _source(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    _, decoder, _ = _decoders(args)
+    main_model, (decoder,), _ = _decoders(args, [_drafting(args, args.task)])
+    grammar = _compiled(args, source, main_model)
     shown, made = "", None
-    for made in decoder.stream(prompt, stop=args.stop, **_settings(args)):
+    for made in decoder.stream(prompt, stop=args.stop, constraint=grammar, **_settings(args)):
         if not args.json and not made.text.endswith("\ufffd"):  # a character still in pieces
             print(made.text[len(shown) :], end="", flush=True)
             shown = made.text
@@ -211,23 +334,45 @@ def _generate(args: argparse.Namespace) -> Any:
     if not args.json:
         print(made.text[len(shown) :])
         print(_line(metrics), file=sys.stderr)
-    return {"text": made.text, "tokens": made.tokens, "metrics": metrics}
+    result = {"text": made.text, "tokens": made.tokens, "metrics": metrics}
+    if grammar is not None:
+        result["valid"] = grammar.matches([token for token in made.tokens if token not in decoder.eos])
+        if not result["valid"]:
+            where = {"length": f"max_new_tokens = {args.max_new_tokens}", "context": "the end of the model's context"}
+            cut = where.get(made.trace.finish, "a stop string")
+            print(f"specdec-lab: the output ends at {cut}, before {grammar.name} is satisfied", file=sys.stderr)
+    return result
 
 
 def _evaluate(args: argparse.Namespace) -> Any:
     from specdec_lab.experiment import alternate, encode_all, quality_of
-    from specdec_lab.metrics import summarise
+    from specdec_lab.metrics import LOOP, loops, summarise
     from specdec_lab.tasks import load_prompts
 
     rows = load_prompts(args.prompts, args.limit)
+    drafting = {task: _drafting(args, task) for task in dict.fromkeys(row.task for row in rows)}
+    ways: list[Any] = []  # those of them that differ
+    for each in drafting.values():
+        if each not in ways:
+            ways.append(each)
+    source = None if args.json_schema == "auto" else _source(args)
     if args.save_tokens:
         args.save_tokens.write_text("")  # a place that cannot be written is told before a model loads
-    main_model, decoder, plain = _decoders(args)
+    main_model, decoders, plain = _decoders(args, ways)
+    usable, refused = _grammars(args, source, rows, main_model)
+    rows, grammars = [row for row, _ in usable], [grammar for _, grammar in usable]
     settings, ids = _settings(args), encode_all(plain, rows)
+    way_of = {task: ways.index(each) for task, each in drafting.items()}
+    sides = []  # for each way, an iterator over its rows
+    for way, decoder in enumerate(decoders):
+        mine = [i for i, row in enumerate(rows) if way_of[row.task] == way]
+        theirs = {"constraints": [grammars[i] for i in mine], **settings}
+        sides.append(alternate([plain, decoder], [ids[i] for i in mine], **theirs))
     made: list[tuple[Any, Any]] = []  # (plain, drafting) generations
     interrupted = False
     try:
-        for row, ((_, without), (_, drafted)) in zip(rows, alternate([plain, decoder], ids, **settings), strict=True):
+        for row in rows:
+            (_, without), (_, drafted) = next(sides[way_of[row.task]])
             made.append((without, drafted))
             if sys.stderr.isatty():
                 print(f"\r{len(made)} of {len(rows)}", end="", file=sys.stderr)
@@ -238,22 +383,42 @@ def _evaluate(args: argparse.Namespace) -> Any:
         interrupted = True
     done = rows[: len(made)]
     scores = [quality_of(main_model.model, row, ids[i], made[i][1]).value for i, row in enumerate(done)]
+    valid = [_valid(row, grammars[i], made[i][1], plain.eos) for i, row in enumerate(done)]
 
     def metrics_of(chosen: Sequence[int]) -> dict[str, Any]:
         found: dict[str, Any] = summarise([made[i][1].trace for i in chosen], [made[i][0].trace for i in chosen])
         known = [value for i in chosen if (value := scores[i]) is not None]
-        return found | {"quality": sum(known) / len(known) if known else None, "scored": len(known)}
+        found |= {"quality": sum(known) / len(known) if known else None, "scored": len(known)}
+        held = [answer for i in chosen if (answer := valid[i]) is not None]
+        return found | {"valid_share": sum(held) / len(held) if held else None}
 
-    names = dict.fromkeys(row.task for row in done)
-    by_task = {name: metrics_of([i for i, row in enumerate(done) if row.task == name]) for name in names}
-    overall = metrics_of(range(len(done)))
-    if len(names) > 1:  # scores of different tasks have no common mean
-        overall |= {"quality": None, "scored": 0}
-    for name, metrics in {**by_task, "all": overall}.items():
+    def metrics_by_task(chosen: Sequence[int]) -> dict[str, Any]:
+        names = dict.fromkeys(row.task for row in done)
+        by_task = {name: metrics_of([i for i in chosen if done[i].task == name]) for name in names}
+        overall = metrics_of(chosen)
+        if len(names) > 1:  # scores of different tasks have no common mean
+            overall |= {"quality": None, "scored": 0}
+        return {"prompts": len(chosen), "metrics": overall, "by_task": by_task}
+
+    everything = metrics_by_task(range(len(done)))
+    loop_free = metrics_by_task([i for i, (without, _) in enumerate(made) if not loops(without.tokens)])
+    for name, metrics in {**everything["by_task"], "all": everything["metrics"]}.items():
         _say(args, f"{name:8} {_line(metrics)}")
-    options = ("main", "draft", "prompts", "limit", *settings, "device", "dtype", "threads")
-    about = {name: getattr(args, name) for name in options} | {"draft_length": decoder.draft_length}
-    result = {"settings": about, "prompts": len(done), "metrics": overall, "by_task": by_task}
+    _say(
+        args,
+        f"without the {len(done) - loop_free['prompts']} prompts whose plain output loops ({LOOP:.0%} of 4-grams):",
+    )
+    for name, metrics in {**loop_free["by_task"], "all": loop_free["metrics"]}.items():
+        _say(args, f"{name:8} {_line(metrics)}")
+    options = ("main", "profile", "prompts", "limit", *settings, "device", "dtype", "threads")
+    about = {name: getattr(args, name) for name in options}
+    used = {  # plain decoding has no length
+        task: {**asdict(each), "draft_length": decoders[way_of[task]].draft_length} for task, each in drafting.items()
+    }
+    everywhere = next(iter(used.values())) if args.profile is None else {}  # a profile's differ by task
+    about |= {"draft": everywhere.get("draft"), "draft_length": everywhere.get("draft_length"), "drafting": used}
+    about |= {"json_schema": args.json_schema, "regex": args.regex, "grammar": args.grammar and str(args.grammar)}
+    result = {"settings": about, **everything, "loop_free": loop_free, "skipped": refused}
     if interrupted:
         if args.json:
             print(json.dumps(result | {"interrupted": True}, ensure_ascii=False))
@@ -316,23 +481,70 @@ def _distill(args: argparse.Namespace) -> Any:
 
 
 def _match(args: argparse.Namespace) -> Any:
-    from specdec_lab.distill import greedy_completions, greedy_match
-    from specdec_lab.drafting import DraftModel
-    from specdec_lab.errors import require
+    from specdec_lab.decoding import MAX_DRAFT
+    from specdec_lab.errors import ModelError, require
+    from specdec_lab.experiment import encode_all
     from specdec_lab.models.zoo import RATIOS, load_drafter, load_main
+    from specdec_lab.studies import agreement, agreement_line
+    from specdec_lab.tasks import load_prompts
 
-    require("drafts", args.drafts, set(args.drafts) <= set(RATIOS), f"of {', '.join(RATIOS)}")
-    require("prompts", args.prompts, args.prompts >= 1, "an integer >= 1")
-    main_model, found = load_main(), []
-    drafters = {name: load_drafter(name, main_model) for name in args.drafts}
+    for name in ("prompts", "max_new_tokens"):
+        require(name, getattr(args, name), getattr(args, name) >= 1, "an integer >= 1")
+    require("draft_length", args.draft_length, 1 <= args.draft_length <= MAX_DRAFT, f"1 … {MAX_DRAFT}")
+    main_model, drafters, found = load_main(), {}, []
+    for name in args.drafts or (*RATIOS, "feature", "parallel", "ngram"):
+        try:
+            drafters[name] = load_drafter(name, main_model)
+        except ModelError as error:
+            if args.drafts:
+                raise
+            _say(args, f"{name} is left out: {error}")
     for task in ("json", "code", "prose"):
-        completions = greedy_completions(main_model, task, args.prompts, args.max_new_tokens)
+        ids = encode_all(_plain(main_model), load_prompts(task, args.prompts))
         for name, drafter in drafters.items():
-            assert isinstance(drafter, DraftModel)
-            got = greedy_match(drafter.model, completions)
-            _say(args, f"{name} {task:6} {got.value:.3f} ({got.low:.3f} … {got.high:.3f}, {got.prompts} prompts)")
-            found.append({"draft": name, "task": task, "match": got.value, "low": got.low, "high": got.high})
+            got = agreement(main_model, drafter, ids, args.max_new_tokens, args.draft_length)
+            line = {"draft": name, "task": task, **agreement_line(main_model.model, drafter, got)}
+            low_high = (f"{line[k]:.3f} ({line[f'{k}_low']:.3f} … {line[f'{k}_high']:.3f})" for k in AGREEMENT)
+            said = ", ".join(f"{k} {text}" for k, text in zip(AGREEMENT.values(), low_high, strict=True))
+            _say(args, f"{name:9} {line['ratio']:>7} ({line['ratio_without_embedding']:>6}) {task:6} {said}")
+            found.append(line)
     return {"match": found}
+
+
+def _plain(main_model: Any) -> Any:
+    from specdec_lab.decoding import Decoder
+
+    return Decoder(main_model.model, tokenizer=main_model.tokenizer, eos=main_model.eos)
+
+
+def _study(args: argparse.Namespace) -> Any:
+    from dataclasses import replace
+
+    from tqdm import tqdm
+
+    from specdec_lab import plots, studies
+    from specdec_lab.models.zoo import load_main
+
+    names = ("drafts", "tasks", "prompts", "max_new_tokens", "lengths", "width")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    study = replace(studies.STUDIES[args.what], **given | lists)
+    usual = study == studies.STUDIES[args.what]  # what README shows
+    results, figures = ("data/results", "figures") if usual else ("build/results", "build/figures")
+    with tqdm(unit="text", mininterval=5, file=sys.stderr) as bar:
+        rows = study.run(load_main(), bar.update)
+    paths = studies.store(study, rows, Path(args.results or results))
+    lengths = args.what == studies.LENGTHS
+    label = (
+        "prompt length (tokens)" if lengths else f"position in the output (tokens; each point stands for {study.width})"
+    )
+    fig = plots.by_place(studies.table(rows), label, doubling=lengths)
+    paths += plots.save(fig, studies.FILES[args.what], args.figures or figures)
+    _say(
+        args, studies.table(rows).drop(columns="draft_parameters").to_string(index=False, float_format="{:.3f}".format)
+    )
+    _say(args, f"written: {', '.join(map(str, paths))}")
+    return {"study": args.what, "table": json.loads(studies.table(rows).to_json(orient="records"))}
 
 
 def _verify(args: argparse.Namespace) -> Any:
@@ -361,12 +573,18 @@ def _verify(args: argparse.Namespace) -> Any:
 
 
 def _bench(args: argparse.Namespace) -> Any:
-    from specdec_lab.bench import bench
+    from specdec_lab.bench import Plan, bench
     from specdec_lab.models.zoo import fetch_bundled, load_main, read
+    from specdec_lab.scoreboard import publish
 
+    names = ("tasks", "arms", "prompts", "max_new_tokens", "temperature", "top_p", "seed")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    plan = Plan(**given | {name: tuple(given[name]) for name in ("tasks", "arms") if name in given})
     main_model, (reference, _) = load_main(), read(fetch_bundled())
     reference = reference.to(device=main_model.model.device, dtype=main_model.model.dtype)
-    result = bench(main_model, reference, args.prompts, args.max_new_tokens, lambda line: _say(args, line))
+    result = bench(main_model, reference, plan, lambda line: _say(args, line))
+    if args.readme:
+        publish(result)
     if not args.json:
         print(json.dumps(result))
     return result
@@ -386,5 +604,7 @@ def _line(metrics: dict[str, Any]) -> str:
         "tokens_per_main_forward": "τ {:.2f}",
         "draft_cost_ratio": "c {:.3f}",
         "coverage": "coverage {:.2f}",
+        "valid_share": "valid {:.2f}",
+        "repetition": "repeated 4-grams {:.2f}",
     }
-    return ", ".join(text.format(metrics[name]) for name, text in shown.items() if metrics[name] is not None)
+    return ", ".join(text.format(metrics[name]) for name, text in shown.items() if metrics.get(name) is not None)

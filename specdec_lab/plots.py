@@ -502,8 +502,8 @@ def by_place(table: pd.DataFrame, xlabel: str, doubling: bool = False) -> Figure
                 ax.set_xticks(list(at.values()), [f"{x:g}" for x in places], rotation=45)
             else:
                 ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes[0][0].set_ylabel("speed-up over the plain loop")
-    axes[1][0].set(ylabel="acceptance probability α", ylim=(-0.04, 1.04))
+    axes[0][0].set_ylabel("speed-up over\nthe plain loop")
+    axes[1][0].set(ylabel="acceptance\nprobability α", ylim=(-0.04, 1.04))
     for ax, task in zip(axes[0], tasks, strict=True):
         ax.set_title(title(task))
     fig.supxlabel(xlabel, fontsize=9)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec_lab import bench, cli, peers
+from specdec_lab import bench, cli, peers, scoreboard
 from specdec_lab.decoding import Decoder, Generation
 from specdec_lab.errors import DataError, SettingError, UnknownNameError
 from specdec_lab.metrics import LOOP, loops, repeated_ngrams
@@ -215,13 +215,13 @@ def test_one_run_covers_every_arm_and_says_what_is_missing(result: dict[str, Any
 
 
 def test_the_words_hold_the_numbers(result: dict[str, Any]) -> None:
-    text = bench.markdown(result)
+    text = scoreboard.markdown(result)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == len(result["rows"]) + 2 * 2  # a head for each of two modes
     assert "* flashspec-ngram: not installed" in text
     assert "Temperature 0.2, top-p 0.9" in text
-    details = bench.details(result)
+    details = scoreboard.details(result)
     assert "plain loop over transformers.generate" in details
     assert "memory with plain: held 1 MiB" in details
 
@@ -264,7 +264,7 @@ def test_a_schema_is_kept_to_in_its_mode(
     assert [row["arm"] for row in constrained] == ["plain", "ngram"]
     for row in constrained:
         assert (row["same"], row["complete"], row["validates"]) == (1, 1, 1)
-    text = bench.markdown({"rows": rows, "plan": vars(plan), "missing": {}, "quiet": QUIET, "machine": MACHINE})
+    text = scoreboard.markdown({"rows": rows, "plan": vars(plan), "missing": {}, "quiet": QUIET, "machine": MACHINE})
     assert "validate against their schema, mine: 1 of 1." in text
 
 
@@ -317,12 +317,14 @@ def test_speedups_are_ratios_of_sums_with_and_without_loops() -> None:
     assert drafted["same"] == 7
 
 
-def test_loops_are_judged_by_the_greedy_text_in_every_mode() -> None:
-    greedy = [run("plain", "p", [1] * 20, 1.0, 20), run("plain", "q", list(range(20)), 1.0, 20)]
-    sampled = [run("plain", name, list(range(20)), 1.0, 20, "sampled") for name in ("p", "q")]
-    rows = bench.summarise([*greedy, *sampled], {})
-    assert [row["loop_free"]["prompts"] for row in rows] == [1, 1]
-    assert rows[1]["same"] is None
+def test_loops_are_judged_by_the_greedy_text_of_the_mode() -> None:
+    steady, loop = list(range(20)), [1] * 20
+    runs = [run("plain", "p", loop, 1.0, 20), run("plain", "q", steady, 1.0, 20)]
+    runs += [run("plain", name, steady, 1.0, 20, "sampled") for name in ("p", "q")]
+    runs += [run("plain", "p", steady, 1.0, 20, "schema"), run("plain", "q", steady, 1.0, 20, "schema")]
+    rows = bench.summarise(runs, {})
+    assert {row["mode"]: row["loop_free"]["prompts"] for row in rows} == {"greedy": 1, "sampled": 1, "schema": 2}
+    assert {row["mode"]: row["same"] for row in rows} == {"greedy": 2, "sampled": None, "schema": 2}
 
 
 def test_where_all_outputs_loop_there_is_no_loop_free_number() -> None:
@@ -336,11 +338,11 @@ def test_where_all_outputs_loop_there_is_no_loop_free_number() -> None:
 def test_the_table_stands_between_its_marks(result: dict[str, Any], tmp_path: Path) -> None:
     readme, results = tmp_path / "README.md", tmp_path / "results" / "bench.json"
     readme.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
-    bench.publish(result, results, readme)
+    scoreboard.publish(result, results, readme)
     once = readme.read_text()
-    assert once == f"before\n<!-- bench -->\n{bench.markdown(result)}\n<!-- /bench -->\nafter\n"
-    assert bench.markdown(json.loads(results.read_text())) == bench.markdown(result)
-    bench.publish(result, results, readme)
+    assert once == f"before\n<!-- bench -->\n{scoreboard.markdown(result)}\n<!-- /bench -->\nafter\n"
+    assert scoreboard.markdown(json.loads(results.read_text())) == scoreboard.markdown(result)
+    scoreboard.publish(result, results, readme)
     assert readme.read_text() == once
 
 
@@ -348,15 +350,15 @@ def test_a_readme_without_marks_is_left_alone(result: dict[str, Any], tmp_path: 
     readme = tmp_path / "README.md"
     readme.write_text("nothing\n")
     with pytest.raises(DataError, match="needs one line"):
-        bench.publish(result, tmp_path / "bench.json", readme)
+        scoreboard.publish(result, tmp_path / "bench.json", readme)
     assert readme.read_text() == "nothing\n"
     assert not (tmp_path / "bench.json").exists()
 
 
 def test_readme_shows_the_stored_result() -> None:
-    text = bench.README.read_text(encoding="utf-8")
-    assert [text.count(mark) for mark in bench.MARKS] == [1, 1]
-    if bench.RESULTS.exists():
-        start, end = bench.MARKS
+    text = scoreboard.README.read_text(encoding="utf-8")
+    assert [text.count(mark) for mark in scoreboard.MARKS] == [1, 1]
+    if scoreboard.RESULTS.exists():
+        start, end = scoreboard.MARKS
         shown = text.partition(f"{start}\n")[2].partition(f"\n{end}")[0]
-        assert shown == bench.markdown(json.loads(bench.RESULTS.read_text(encoding="utf-8")))
+        assert shown == scoreboard.markdown(json.loads(scoreboard.RESULTS.read_text(encoding="utf-8")))

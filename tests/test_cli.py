@@ -60,7 +60,7 @@ def test_evaluate_reports_every_metric_per_task_and_saves_tokens(
     code, out, _ = run(capsys, *words, "--max_new_tokens", "8", "--save-tokens", str(saved), "--seed", "3")
     got = json.loads(out.splitlines()[-1])
     assert code == 0
-    assert set(got) == {"settings", "prompts", "metrics", "by_task"}
+    assert set(got) == {"settings", "prompts", "metrics", "by_task", "loop_free"}
     assert got["prompts"] == 3
     assert got["settings"]["seed"] == 3
     assert set(got["by_task"]) == {"prose", "json"}

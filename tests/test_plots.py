@@ -1,6 +1,6 @@
 """Figures on made-up results: they draw without a warning, show what the data hold, and say it in words."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -454,3 +454,23 @@ def test_training_and_match_are_drawn() -> None:
     assert readings.match(matches).endswith("**json** 0.60 (0.50 … 0.70), **prose** 0.40 (no interval).")
     with pytest.raises(DataError, match="no task"):
         plots.greedy_match({})
+
+
+@pytest.mark.parametrize(("xs", "doubling"), [((64, 128, 256, 512, 1024, 2048), True), (range(0, 256, 16), False)])
+def test_places_are_drawn_whole_with_intervals(xs: Sequence[int], doubling: bool, tmp_path: Path) -> None:
+    """Speed-up above, α below; every draft a line in every panel."""
+    value = {"speedup": 2.0, "speedup_low": 1.5, "speedup_high": 2.5, "alpha": 0.6, "alpha_low": 0.5, "alpha_high": 0.7}
+    sizes = {"1:4": 34e6, "ngram": 0.0, "fastest": 0.0}
+    lines = [
+        {"task": task, "draft": draft, "x": x, "draft_parameters": size, **value}
+        for task in ("json", "code", "prose")
+        for draft, size in sizes.items()
+        for x in xs
+    ]
+    fig = plots.by_place(pd.DataFrame(lines), "prompt length (tokens)", doubling)
+    assert len(bars(fig)) == 2 * 3 * 3
+    assert {round(length, 6) for length in bar_lengths(fig)} == {1.0, 0.2}
+    for path in plots.save(fig, "places", tmp_path):
+        assert path.stat().st_size > 5000
+    assert outside(fig) == []
+    assert overlaps(fig) == []
