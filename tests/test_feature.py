@@ -148,7 +148,7 @@ def test_greedy_equals_the_plain_loop(name: str, trimmed: bool, main: LlamaModel
 @pytest.mark.parametrize("trimmed", [False, True])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_what_it_drafts_does_not_change_the_distribution(name: str, trimmed: bool, main: LlamaModel) -> None:
-    how = {"temperature": 1.0, "top_p": 0.95}
+    how: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
     counts = two_tokens(Decoder(main, drafter(name, main, trimmed), 3), **how)
     assert p_value(counts, exact(main, Sampling(**how))) > SIGNIFICANCE
 
@@ -184,7 +184,7 @@ def test_a_tree_is_the_most_probable_part_of_all_continuations(main: LlamaModel)
             draft.cache.advance([1])
         return model.logits(state)[0, 0].softmax(-1)
 
-    known = {(): 1.0}
+    known: dict[tuple[int, ...], float] = {(): 1.0}
     for depth in range(3):
         for path in itertools.product(range(8), repeat=depth):
             known |= {(*path, t): known[path] * float(p) for t, p in enumerate(probabilities(path))}

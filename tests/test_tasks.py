@@ -59,6 +59,8 @@ def test_every_shipped_source_is_credited() -> None:
 def test_training_and_evaluation_share_no_prompt() -> None:
     for name in ("json", "code", "prose"):
         assert not {p.prompt for p in load_prompts(name)} & {p.prompt for p in load_prompts(f"train_{name}")}
+    written = {p.prompt.lower() for p in load_prompts("train_writing")}
+    assert not written & {p.prompt.lower() for task in ("prose", "spec_bench") for p in load_prompts(task)}
 
 
 def test_a_limit_is_spread_over_the_sources_and_always_the_same() -> None:

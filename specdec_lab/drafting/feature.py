@@ -164,7 +164,8 @@ class FeatureDraft(Drafter):
         """
         k, most = self.branches, max(lengths)
         floor = math.log(self.confidence) if self.confidence else -math.inf
-        tokens, parents, scores = [], [], []  # of the nodes found, level by level [rows, m]
+        tokens: list[Tensor] = []  # of the nodes found, level by level [rows, m]
+        parents, scores = list(tokens), list(tokens)
         at = torch.full((len(rows), 1), -1, device=state.device)  # the nodes being read: their numbers,
         hidden, reach = state[:, None], torch.zeros(at.shape, device=state.device)  # states, log-probabilities
         paths: list[list[list[int]]] = [[[]] for _ in rows]  # and tokens from the root

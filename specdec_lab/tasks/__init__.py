@@ -35,5 +35,5 @@ register(TaskSpec("prose", "writing to an instruction", *PROSE, "prose.jsonl"))
 register(TaskSpec("spec_bench", "Spec-Bench: all that may be shipped", *PROSE, "spec_bench.jsonl"))
 for _name, (_field, _what) in PARTS.items():
     register(TaskSpec(_name, f"Spec-Bench: {_what}", *PROSE, "spec_bench.jsonl", (_field, _name)))
-for _name, _quality in (("json", JSON), ("code", CODE), ("prose", PROSE)):
+for _name, _quality in (("json", JSON), ("code", CODE), ("prose", PROSE), ("writing", PROSE)):
     register(TaskSpec(f"train_{_name}", f"{_name}, for distilling", *_quality, f"train_{_name}.jsonl"))
