@@ -8,6 +8,7 @@ This module knows tokens and grammars; it does not know models, drafters or prom
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -53,8 +54,8 @@ class Source:
         """
         if not isinstance(schema, dict | bool):
             raise DataError(f"{name}: a JSON schema is an object, true or false, this is {type(schema).__name__}")
-        matcher = _llguidance().LLMatcher
-        return cls(matcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_FORM), name, schema)._checked()
+        text, form = json.dumps({} if schema is True else schema), None if schema is False else JSON_FORM
+        return cls(_llguidance().LLMatcher.grammar_from_json_schema(text, defaults=form), name, schema)._checked()
 
     @classmethod
     def any_json(cls) -> "Source":
@@ -134,7 +135,9 @@ class Grammar:
         self._start = _llguidance().LLMatcher(self.tokens, source.text, log_level=0)
         if self._start.is_error():
             raise DataError(f"{self.name}: not usable as a constraint ({_one_line(self._start.get_error())})")
-        if self._start.is_stopped() and not self._start.is_accepting():
+        probe = self.matcher()
+        probe.compute_bitmask()  # it looks ahead only for a mask
+        if probe.is_stopped() and not probe.is_accepting():
             raise DataError(f"{self.name}: nothing satisfies it")
 
     def matcher(self) -> Any:
@@ -169,16 +172,19 @@ class Grammar:
 
     @cached_property
     def _fewest(self) -> float:
-        """A lower bound of the tokens that spell the beginning; the last one may reach beyond it."""
+        """The fewest tokens that spell the beginning, the last of which may reach beyond it."""
         text, known = self._beginning, range(self.tokens.vocab_size)
         vocabulary = {self.tokens.decode_bytes([i]) for i in known if not self.tokens.is_special_token(i)}
-        longest = max(map(len, vocabulary))
+        ordered, longest = sorted(vocabulary), max(map(len, vocabulary))
         fewest = [0.0] + [math.inf] * len(text)  # [length of the prefix spelt]
         for i in range(len(text)):
             for j in range(i + 1, min(i + longest, len(text)) + 1):
                 if text[i:j] in vocabulary:
                     fewest[j] = min(fewest[j], fewest[i] + 1)
-        return min(fewest[-1], 1 + min(fewest[max(0, len(text) - longest) : -1], default=0.0))
+            after = bisect_left(ordered, text[i:])
+            if after < len(ordered) and ordered[after].startswith(text[i:]):
+                fewest[-1] = min(fewest[-1], fewest[i] + 1)
+        return fewest[-1]
 
 
 class Constraint:
