@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec_lab import acceptance
 from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
 from specdec_lab.drafting import Drafter, DraftModel, NGram, Row, Tree, chains
+from specdec_lab.drafting.ngram import Match
 from specdec_lab.errors import SettingError
 from specdec_lab.models import zoo
 from specdec_lab.models.cache import KVCache
@@ -268,8 +269,9 @@ def test_ngram_drafts_do_not_change_the_distribution() -> None:
     class Repeat(NGram):
         """Always drafts, so that one-hot proposals are put to the test in every row."""
 
-        def _lookup(self, tokens: Sequence[int], length: int) -> list[int]:
-            return [tokens[-1], tokens[-2]][:length]
+        def matches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[Match]:
+            drafts = [row.tokens[-1:-3:-1][:length] for row, length in zip(rows, lengths, strict=True)]
+            return [Match(1, tuple(draft)) for draft in drafts]
 
     model = random_llama(0, layers=2)
     counts = two_tokens(Decoder(model, Repeat(), 2), temperature=1.0, top_p=0.95)

@@ -71,7 +71,7 @@ def imports(folder: Path) -> Iterator[str]:
 def distributions(modules: set[str]) -> set[str]:
     """Names of the installed distributions that provide `modules`, this project and its tests left out."""
     providers = metadata.packages_distributions()
-    own = {"specdec_lab", "conftest"} | sys.stdlib_module_names
+    own = {"specdec_lab", *(path.stem for path in (ROOT / "tests").glob("*.py"))} | sys.stdlib_module_names
     return {canonicalize_name(providers.get(name, [name])[0]) for name in modules - own}
 
 
