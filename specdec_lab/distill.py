@@ -4,7 +4,7 @@ The main model's final hidden states are computed once per text and kept on disk
 follow from them with one product, so no teacher forward is repeated over passes and drafts. Embedding and head
 are the main model's, frozen and shared; only the draft's layers train. The loss is the forward KL over the most
 frequent tokens plus a few random others, with a regression of the hidden states beside it (word-level
-distillation, 1503.02531; drafts for speculative decoding, 2310.08461).
+distillation, 1503.02531; drafts for speculative decoding, 2310.08461); other losses are there to be compared.
 """
 
 import hashlib
@@ -40,6 +40,21 @@ LATER = 0.8  # weight of each later rollout step, to the one before
 TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 0.7, 1.0, 1.0)  # of the main model's completions, in turn
 
 
+def _overlap(scores: Tensor, target: Tensor) -> Tensor:
+    """Σ min(p, q) [positions], the chance that a token drawn from the draft stays."""
+    return torch.minimum(scores.softmax(-1), target).sum(-1)
+
+
+# Of the draft's scores [positions, subset] from the main model's probabilities there: the forward KL (but for the
+# main model's own entropy), the total variation 1 − Σ min(p, q), and −log Σ min(p, q) (LK losses, 2602.23881).
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": F.cross_entropy,
+    "tv": lambda scores, target: 1 - _overlap(scores, target).mean(),
+    "lk": lambda scores, target: -_overlap(scores, target).clamp(min=1e-6).log().mean(),
+    "kl+lk": lambda scores, target: LOSSES["kl"](scores, target) + LOSSES["lk"](scores, target),
+}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a draft is made of and how long it trains."""
@@ -51,8 +66,9 @@ class Recipe:
     frequent: int = 10_240  # the loss sees the most frequent tokens, which the draft's head is trimmed to, …
     others: int = 1024  # … and as many random ones of the rest, new ones each step
     prompt_share: float = 0.25  # share of prompt positions that count in the loss
+    loss: str = "kl"  # one of LOSSES
     feature_weight: float = 0.5  # of the smooth-L1 between hidden states
-    rollout: int = 0  # steps that a feature-conditioned draft is trained on its own output; 0 = a draft of its own
+    rollouts: tuple[int, ...] = ()  # of a draft that reads hidden states: steps it is rolled out for, by round
     start: str = ""  # the bundled draft, of the same layers and width, whose trained weights it starts from
     parallel: bool = False  # its later steps see learned placeholders, so that one forward drafts them all
     warmup_steps: int = 100
@@ -64,21 +80,29 @@ class Recipe:
         enough = bool(self.rounds) and all(tokens >= self.batch_tokens for _, tokens in self.rounds)
         require("rounds", self.rounds, enough, f"rounds of at least batch_tokens ({self.batch_tokens}) tokens")
         require("prompt_share", self.prompt_share, 0 <= self.prompt_share <= 1, "0 … 1")
-        require("rollout", self.rollout, self.rollout >= 0, ">= 0 (0 is a draft that reads tokens alone)")
-        require("parallel", self.parallel, not self.parallel or self.rollout > 1, "false, or a rollout of 2 or more")
+        require("loss", self.loss, self.loss in LOSSES, ", ".join(LOSSES))
+        fits = not self.rollouts or (len(self.rollouts) == len(self.rounds) and min(self.rollouts) >= 1)
+        require("rollouts", self.rollouts, fits, "none, or 1 or more for each round")
+        fits = not self.parallel or min(self.rollouts, default=0) > 1
+        require("parallel", self.parallel, fits, "false, or rollouts of 2 or more")
 
     @property
     def tokens(self) -> int:
         """Training tokens of all rounds, passes included."""
         return sum(tokens for _, tokens in self.rounds)
 
+    def stage(self, seen: int) -> tuple[int, int]:
+        """(number of the round, tokens seen in it) after so many tokens."""
+        index = 0
+        while index + 1 < len(self.rounds) and seen >= self.rounds[index][1]:
+            seen -= self.rounds[index][1]
+            index += 1
+        return index, seen
+
     def rate(self, seen: int) -> float:
         """Learning rate after so many tokens: in each round a warm-up, then half a cosine down to 3 %."""
-        rounds = list(self.rounds)
-        rate, tokens = rounds.pop(0)
-        while rounds and seen >= tokens:
-            seen -= tokens
-            rate, tokens = rounds.pop(0)
+        index, seen = self.stage(seen)
+        rate, tokens = self.rounds[index]
         warm = min(1.0, (seen + self.batch_tokens) / (self.warmup_steps * self.batch_tokens))
         return rate * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(1.0, seen / tokens))))
 
@@ -87,15 +111,19 @@ RECIPES = {
     "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, ((6e-4, 1_400_000), (2e-4, 450_000))),
     "1:3": Recipe((0, 7, 15, 22, 29), 1400, ((8e-4, 3_000_000), (4e-4, 1_100_000))),
     "1:4": Recipe((0, 29), 1024, ((1e-3, 4_000_000), (6e-4, 2_500_000))),
-    "feature": Recipe((0, 29), 1024, ((6e-4, 2_600_000),), batch_tokens=1024, rollout=3, start="1:4"),
-    "parallel": Recipe((0, 29), 1024, ((4e-4, 600_000),), batch_tokens=1024, rollout=6, start="feature", parallel=True),
+    "feature": Recipe(
+        (0, 29), 1024, ((1e-3, 1_800_000), (5e-4, 900_000)), batch_tokens=1024, rollouts=(1, 3), start="1:4"
+    ),
+    "parallel": Recipe(
+        (0, 29), 1024, ((4e-4, 500_000),), batch_tokens=1024, rollouts=(6,), start="feature", parallel=True
+    ),
 }
 
 
 def draft_from(main: Any, recipe: Recipe) -> Any:
     """A transformers LlamaModel that holds the chosen layers of `main` (a LlamaForCausalLM), narrowed.
 
-    With a rollout it stands inside FeatureLayers; with `start` its weights are those of that bundled draft.
+    With rollouts it stands inside FeatureLayers; with `start` its weights are those of that bundled draft.
     """
     from transformers import LlamaConfig, LlamaModel
 
@@ -117,10 +145,10 @@ def draft_from(main: Any, recipe: Recipe) -> Any:
         weights |= {f"layers.{index}.{key}": value for key, value in part.items()}
     draft.load_state_dict(weights)
     draft.embed_tokens.requires_grad_(False)
-    made = FeatureLayers(draft, recipe) if recipe.rollout else draft
+    made = FeatureLayers(draft, recipe) if recipe.rollouts else draft
     if recipe.start:
         trained = zoo.read_draft(recipe.start).weights
-        prefix = "body." if recipe.rollout else ""
+        prefix = "body." if recipe.rollouts else ""
         own = {key.replace("model.", prefix): weight for key, weight in trained.items() if key != "placeholders"}
         made.load_state_dict(own, strict=False)
     return made
@@ -139,15 +167,15 @@ class FeatureLayers(torch.nn.Module):
     def __init__(self, body: Any, recipe: Recipe) -> None:
         super().__init__()
         size = body.config.hidden_size
-        self.body, self.rollout = body, recipe.rollout
+        self.body = body
         self.fuse = torch.nn.Linear(2 * size, size, bias=False)
         with torch.no_grad():  # at first it passes the token on
             self.fuse.weight.normal_(0, 1e-3)
             self.fuse.weight[:, :size] += torch.eye(size)
-        later = recipe.rollout - 1 if recipe.parallel else 0
+        later = max(recipe.rollouts) - 1 if recipe.parallel else 0
         self.placeholders = torch.nn.Parameter(torch.randn(later, size) * 0.02) if later else None
 
-    def forward(self, embedded: Tensor, hidden: Tensor) -> list[Tensor]:
+    def forward(self, embedded: Tensor, hidden: Tensor, rollout: int) -> list[Tensor]:
         """embedded, hidden [rows, n + 1, hidden_size] → per rollout step [rows, n, hidden_size]."""
         from transformers import DynamicCache
 
@@ -155,7 +183,7 @@ class FeatureLayers(torch.nn.Module):
         n, size = embedded.shape[1:]
         cache, index, outputs = DynamicCache(), torch.arange(n, device=embedded.device), []
         feature = hidden
-        for step in range(self.rollout):
+        for step in range(rollout):
             if step and self.placeholders is not None:
                 x = self.placeholders[step - 1].expand_as(embedded)
             else:
@@ -342,6 +370,7 @@ class Trainer:
 
     def __init__(self, main: Any, recipe: Recipe, texts: Sequence[Text], checkpoint: Path) -> None:
         self.recipe, self.checkpoint, self.main = recipe, checkpoint, main
+        self.divergence = LOSSES[recipe.loss]
         self.device = main.device
         self.draft = draft_from(main, recipe).to(self.device)
         self.head = main.get_output_embeddings().weight.detach()  # [vocab, hidden_size]
@@ -381,8 +410,8 @@ class Trainer:
         self.optimizer.param_groups[0]["lr"] = self.recipe.rate(self.seen)
         with torch.autocast(self.device.type, torch.bfloat16):
             embedded = F.embedding(tokens, self.head)
-            if self.recipe.rollout:
-                outputs = self.draft(embedded, hidden)
+            if self.recipe.rollouts:
+                outputs = self.draft(embedded, hidden, self.recipe.rollouts[self.recipe.stage(self.seen)[0]])
                 hidden, counted = hidden[:, 1:], counted[:, 1:]
             else:
                 outputs = [self.draft(inputs_embeds=embedded, use_cache=False).last_hidden_state]
@@ -394,18 +423,17 @@ class Trainer:
             losses, weight = [], 1.0
             for out in outputs:
                 ours = out[counted]
-                # the forward KL but for the main model's own entropy
-                losses.append(weight * F.cross_entropy(F.linear(ours, head).float(), target))
+                losses.append(weight * self.divergence(F.linear(ours, head).float(), target))
                 features = F.smooth_l1_loss(ours.float(), theirs.float())
                 losses.append(weight * self.recipe.feature_weight * features)
                 weight *= LATER
-        entropy, loss = losses[0], torch.stack(losses).sum()
+        divergence, loss = losses[0], torch.stack(losses).sum()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_((p for p in self.draft.parameters() if p.requires_grad), 1.0)
         self.optimizer.step()
         self.seen += sum(len(text.tokens) for text in texts)
-        return entropy.item()
+        return divergence.item()
 
     def _tensors(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
         """Padded tokens [rows, n], hidden states [rows, n, hidden_size] and which positions count."""

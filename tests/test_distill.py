@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specdec_lab.distill import (
+    LOSSES,
     RECIPES,
     Corpus,
     Recipe,
@@ -187,11 +188,30 @@ def test_every_round_has_a_warm_up_and_a_cosine() -> None:
     assert recipe.rate(15_000) == recipe.rate(99_000) == pytest.approx(6e-6)
 
 
+def test_the_losses_are_what_they_are_named_for() -> None:
+    scores, target = torch.randn(5, 7), torch.randn(5, 7).softmax(-1)
+    q = scores.softmax(-1)
+    overlap = torch.minimum(q, target).sum(-1)
+    assert torch.allclose(LOSSES["kl"](scores, target), -(target * q.log()).sum(-1).mean())
+    assert torch.allclose(LOSSES["tv"](scores, target), (q - target).abs().sum(-1).mean() / 2)
+    assert torch.allclose(LOSSES["lk"](scores, target), -overlap.log().mean())
+    assert torch.allclose(LOSSES["kl+lk"](scores, target), LOSSES["kl"](scores, target) + LOSSES["lk"](scores, target))
+    assert LOSSES["lk"](target.log(), target) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_trains(loss: str, teacher: Any, texts: list[Text], tmp_path: Path) -> None:
+    trainer = Trainer(teacher, dataclasses.replace(RECIPE, loss=loss), texts, tmp_path / "c.pt")
+    first = trainer._learn(texts[:8])
+    trainer.run(lambda step, seen, loss: None)
+    assert trainer._learn(texts[:8]) < first - 0.02
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 def test_training_on_its_own_output_lowers_the_loss(
     parallel: bool, teacher: Any, texts: list[Text], tmp_path: Path
 ) -> None:
-    recipe = dataclasses.replace(RECIPE, layers=(1,), rollout=3, parallel=parallel)
+    recipe = dataclasses.replace(RECIPE, layers=(1,), rollouts=(3,), parallel=parallel)
     trainer = Trainer(teacher, recipe, texts, tmp_path / "c.pt")
     first = trainer._learn(texts[:8])
     trainer.run(lambda step, seen, loss: None)
@@ -205,6 +225,8 @@ def test_bad_recipes_name_the_field() -> None:
         Recipe((0, 1), 64, ((1e-3, 10),))
     with pytest.raises(SettingError, match="rounds"):
         Recipe((0, 1), 64, ())
+    with pytest.raises(SettingError, match="loss = 'mse'.*kl, tv"):
+        Recipe((0, 1), 64, ((1e-3, 10_000),), loss="mse")
     with pytest.raises(SettingError, match="parallel"):
         Recipe((0, 1), 64, ((1e-3, 10_000),), parallel=True)
     assert json.dumps(dataclasses.asdict(RECIPE))

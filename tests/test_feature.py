@@ -36,7 +36,7 @@ def layers(main: LlamaModel, rollout: int = 4, parallel: bool = False, count: in
     )
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        recipe = Recipe(tuple(range(count)), 16, ((1e-3, 4096),), rollout=rollout, parallel=parallel)
+        recipe = Recipe(tuple(range(count)), 16, ((1e-3, 4096),), rollouts=(rollout,), parallel=parallel)
         made = FeatureLayers(Body(config), recipe).eval()
         torch.nn.init.normal_(made.fuse.weight, std=0.4)
     return made
@@ -73,7 +73,7 @@ def test_it_decodes_as_it_was_trained(parallel: bool, main: LlamaModel) -> None:
     model, hidden = model_of(made, main), states(main, TOKENS)
     embedded = main.embedding[torch.tensor([TOKENS])]
     with torch.no_grad():
-        trained = made(embedded, hidden[None])  # per step [1, n - 1, hidden_size], entry t of token t + 1
+        trained = made(embedded, hidden[None], 4)  # per step [1, n - 1, hidden_size], entry t of token t + 1
     draft = FeatureDraft(model, 8)
     for known in (2, 5, 6):
         draft.start([row(TOKENS[:known])], 32, [hidden[: known - 1]])

@@ -181,7 +181,7 @@ class FeatureModel(LlamaModel):
 
     def __init__(self, config: Any, weights: Mapping[str, Tensor], *args: Any, **options: Any) -> None:
         super().__init__(config, weights, *args, **options)
-        self.fuse = Linear(weights["fuse.weight"], None, "transposed")
+        self.fuse = Linear(weights["fuse.weight"], None, "int8" if options.get("int8") else "transposed")
         self.placeholders = weights.get("placeholders")
 
     @property
