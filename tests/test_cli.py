@@ -60,11 +60,11 @@ def test_evaluate_reports_every_metric_per_task_and_saves_tokens(
     code, out, _ = run(capsys, *words, "--max_new_tokens", "8", "--save-tokens", str(saved), "--seed", "3")
     got = json.loads(out.splitlines()[-1])
     assert code == 0
-    assert set(got) == {"settings", "prompts", "metrics", "by_task", "loop_free"}
+    assert set(got) == {"settings", "prompts", "metrics", "by_task", "loop_free", "skipped"}
     assert got["prompts"] == 3
     assert got["settings"]["seed"] == 3
     assert set(got["by_task"]) == {"prose", "json"}
-    assert set(got["metrics"]) == {*METRICS, "quality", "scored"}
+    assert set(got["metrics"]) == {*METRICS, "quality", "scored", "valid_share"}
     assert got["metrics"]["speculative_speedup"] > 0
     assert got["metrics"]["quality"] is None  # of two tasks
     assert got["by_task"]["prose"]["scored"] == 2
@@ -94,6 +94,82 @@ def test_bad_arguments_say_field_value_and_what_is_allowed(
     base = ["generate", "--main", tiny_folder, "--draft", "ngram", "--prompt", "Hi"]
     got, _, err = run(capsys, *base, *words)
     assert (got, says in err) == (code, True), err
+
+
+KINDS = {"type": "object", "properties": {"kind": {"enum": ["sea", "hill"]}}, "required": ["kind"]}
+KINDS |= {"additionalProperties": False}
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> Path:
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(KINDS))
+    return file
+
+
+def test_generate_under_a_constraint(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, schema: Path, tmp_path: Path
+) -> None:
+    lark = tmp_path / "mine.lark"
+    lark.write_text('start: "x" ("y" | "z")')
+    words = ["generate", "--main", tiny_folder, "--draft", "grammar", "--prompt", "Hi", "--json"]
+    wanted = {
+        ("--json_schema", str(schema)): {'{"kind": "sea"}', '{"kind": "hill"}'},
+        ("--regex", "[ab]{2}c"): {"aac", "abc", "bac", "bbc"},
+        ("--grammar", str(lark)): {"xy", "xz"},
+    }
+    for option, texts in wanted.items():
+        code, out, err = run(capsys, *words, *option)
+        got = json.loads(out.splitlines()[-1])
+        assert (code, got["valid"]) == (0, True), err
+        assert got["text"] in texts
+        assert got["metrics"]["draft_acceptance_rate"] in (1.0, None)
+    _, out, err = run(capsys, *words, "--json_schema", str(schema), "--max_new_tokens", "12")
+    assert json.loads(out.splitlines()[-1])["valid"] is False
+    assert f"the output ends at max_new_tokens = 12, before {schema} is satisfied" in err
+
+
+def test_evaluate_with_each_rows_own_schema(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    schemas = {"a": KINDS, "b": {"type": "array", "uniqueItems": True}, "c": {"enum": [[1, 2], [3]]}}
+    rows = [{"id": name, "task": "json", "prompt": "An object.", "schema": schema} for name, schema in schemas.items()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["evaluate", "--main", tiny_folder, "--draft", "grammar", "--prompts", str(file), "--json"]
+    code, out, err = run(capsys, *words, "--json-schema", "auto")
+    got = json.loads(out.splitlines()[-1])
+    assert (code, got["prompts"]) == (0, 2), err
+    assert list(got["skipped"]) == ["b"]
+    assert "skipped: prompt b: " in err
+    assert "uniqueItems" in err
+    assert got["metrics"]["valid_share"] == got["metrics"]["quality"] == 1.0
+    assert got["settings"]["json_schema"] == "auto"
+    free = json.loads(run(capsys, *words, "--max_new_tokens", "8")[1].splitlines()[-1])
+    assert (free["prompts"], free["skipped"], free["metrics"]["valid_share"]) == (3, {}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--json_schema", "auto"], 2, "json_schema = 'auto': allowed is FILE or any; only the rows that `evaluate`"),
+        (["--json_schema", "nowhere.json"], 1, "nowhere.json: cannot be read (No such file or directory)"),
+        (["--grammar", "nowhere.lark"], 1, "nowhere.lark: cannot be read"),
+        (["--regex", "(a"], 2, "regex = '(a': allowed is a regular expression"),
+        (["--regex", "a{30}", "--max_new_tokens", "20"], 2, "max_new_tokens = 20: allowed is 30 or more"),
+    ],
+)
+def test_constraints_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, words: list[str], code: int, says: str
+) -> None:
+    got, out, err = run(capsys, "generate", "--main", tiny_folder, "--draft", "ngram", "--prompt", "Hi", *words)
+    assert (got, out, says in err) == (code, "", True), err
+
+
+def test_constraints_exclude_each_other() -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", "--prompt", "Hi", "--regex", "a", "--json_schema", "any"])
+    assert stop.value.code == 2
 
 
 def test_unknown_task_lists_what_there_is(capsys: pytest.CaptureFixture[str], tiny_folder: str) -> None:

@@ -15,7 +15,7 @@ from specdec_lab.drafting import Drafter, DraftModel, FeatureDraft, Hybrid, NGra
 from specdec_lab.drafting import hybrid as module
 from specdec_lab.drafting.hybrid import MODEL_PRIOR, WEIGHT, Survival, _agreement, _depth, _Known, _merge
 from specdec_lab.drafting.ngram import Match
-from specdec_lab.errors import SettingError
+from specdec_lab.errors import ModelError, SettingError
 from specdec_lab.models.llama import LlamaModel
 from specdec_lab.sampling import Sampling
 
@@ -371,3 +371,23 @@ def test_an_accepted_free_draft_reaches_the_model_as_if_it_were_its_own(main: Ll
     assert len(seen) > 3
     assert len(made.trace.steps) > len(seen)  # the others were free ones
     assert all(expected == proposed for expected, proposed in seen)
+
+
+def test_hybrids_by_name(tiny_folder: str, tiny_draft_folder: str) -> None:
+    from specdec_lab.models.zoo import drafter_fingerprint, load_drafter, load_main
+
+    main = load_main(tiny_folder, device="cpu", dtype="float32")
+    hybrid = load_drafter(f"ngram+{tiny_draft_folder}", main)
+    assert isinstance(hybrid, Hybrid)
+    assert isinstance(hybrid.model, DraftModel)
+    assert drafter_fingerprint(f"ngram+{tiny_draft_folder}") == "ngram+" + drafter_fingerprint(tiny_draft_folder)
+    prompt = [5, 6, 7, 5, 6, 7, 5]
+    drafted = Decoder(main.model, hybrid, 4).generate(prompt, max_new_tokens=20)
+    assert drafted.tokens == Decoder(main.model).generate(prompt, max_new_tokens=20).tokens
+    ngram = load_drafter("ngram", main, longest=2)
+    assert isinstance(ngram, NGram)
+    assert ngram.longest == 2
+    with pytest.raises(SettingError, match="option branches of ngram = 2: allowed is none but longest, shortest"):
+        load_drafter("ngram", main, branches=2)
+    with pytest.raises(ModelError, match="no model 'nope'"):
+        load_drafter("ngram+nope", main)
