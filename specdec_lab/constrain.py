@@ -128,7 +128,7 @@ class Grammar:
     def __init__(self, source: Source, tokenizer: Any) -> None:
         """tokenizer: the main model's, a fast transformers tokenizer; raises ModelError for another kind.
 
-        Raises DataError when nothing satisfies the grammar or it is beyond llguidance's limits.
+        Raises DataError when nothing that it can spell satisfies the grammar, or when llguidance's limits are too low.
         """
         self.source, self.name, self.tokenizer = source, source.name, tokenizer
         self.tokens = _tokens_of(tokenizer)
@@ -138,7 +138,7 @@ class Grammar:
         probe = self.matcher()
         probe.compute_bitmask()  # it looks ahead only for a mask
         if probe.is_stopped() and not probe.is_accepting():
-            raise DataError(f"{self.name}: nothing satisfies it")
+            raise DataError(f"{self.name}: nothing that the tokenizer can spell satisfies it")
 
     def matcher(self) -> Any:
         """A fresh llguidance matcher at the beginning."""
