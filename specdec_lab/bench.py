@@ -21,10 +21,12 @@ import torch
 
 from specdec_lab import metrics, peers
 from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
+from specdec_lab.drafting import Drafter
 from specdec_lab.errors import SpecdecError, UnknownNameError, require, whole
 from specdec_lab.experiment import encode_all
 from specdec_lab.metrics import Totals, loops, repeated_ngrams, totals
 from specdec_lab.models import zoo
+from specdec_lab.profiles import Drafting, load_profile
 from specdec_lab.provenance import provenance
 from specdec_lab.sampling import Sampling
 from specdec_lab.scoreboard import details, markdown, said_of
@@ -173,6 +175,7 @@ class Arms:
     def __init__(self, main: zoo.Main, plan: Plan) -> None:
         self.main, self.plan, self.missing = main, plan, dict[str, str]()
         self._built: dict[tuple[str, str], Decoder | None] = {}
+        self._drafters: dict[str, Drafter] = {}
         self._peers: dict[str, peers.Peer] = {}
 
     @property
@@ -198,29 +201,27 @@ class Arms:
         return [item for items in by_mode.values() for item in items]
 
     def _grouped(self, name: str) -> dict[str, list[Prompt]]:
-        """The prompts of a task, or of each of its categories."""
+        """The prompts of a task or file, by category where they have one, else by task type."""
         out: dict[str, list[Prompt]] = {}
-        for category in dict.fromkeys(prompt.category for prompt in load_prompts(name)):
-            rows = [prompt for prompt in load_prompts(name) if prompt.category == category]
-            out[category or Path(name).stem] = spread(rows, self.plan.prompts)
-        return out
+        for prompt in load_prompts(name):
+            out.setdefault(prompt.category or prompt.task, []).append(prompt)
+        return {label: spread(prompts, self.plan.prompts) for label, prompts in out.items()}
 
     def add_peers(self, found: Sequence[peers.Peer]) -> None:
         """Take in other systems."""
         self._peers = {peer.name: peer for peer in found if peer.call}
         self.missing |= {peer.name: peer.missing for peer in found if not peer.call}
 
-    def of(self, mode: str, task: str) -> dict[str, Arm]:
-        """The arms that run in a mode, the plain loop first."""
-        chosen = {"sampled": SAMPLED, "schema": SCHEMA}.get(
-            mode, [name for name in self.plan.ours if name != "grammar"]
-        )
+    def of(self, item: Item) -> dict[str, Arm]:
+        """The arms that run an item, the plain loop first."""
+        free = [name for name in self.plan.ours if name != "grammar"]
+        chosen = {"sampled": SAMPLED, "schema": SCHEMA}.get(item.mode, free)
         arms: dict[str, Arm] = {}
         for name in ("plain", *(name for name in self.plan.ours if name in chosen)):
-            decoder = self._decoder(name, task)
+            decoder = self._decoder(name, item.prompt.task)
             if decoder is not None:
                 arms[name] = _ours(decoder)
-        if mode == "greedy":
+        if item.mode == "greedy":
             arms |= {name: _others(peer) for name, peer in self._peers.items()}
         return arms
 
@@ -233,7 +234,7 @@ class Arms:
         key = (name, task if name == "fastest" else "")
         if key not in self._built:
             try:
-                self._built[key] = decoder_of(name, self.main, task)
+                self._built[key] = decoder_of(name, self.main, task, self._drafters)
             except (SpecdecError, ImportError) as error:
                 self._built[key] = None
                 self.missing[name] = str(error)
@@ -255,19 +256,23 @@ class Arms:
             return None
 
 
-def decoder_of(name: str, main: zoo.Main, task: str) -> Decoder:
-    """The decoder of an arm: "plain", a draft at the length of LENGTHS, or what the profile `fastest` says of a task.
+def drafting_of(name: str, task: str) -> Drafting:
+    """How an arm drafts: not at all, at the length of LENGTHS, or as the profile `fastest` says of a task type."""
+    if name == "fastest":
+        return load_profile(name).for_task(task)
+    return Drafting("none", 0) if name == "plain" else Drafting(name, LENGTHS.get(name, 4))
+
+
+def decoder_of(name: str, main: zoo.Main, task: str, loaded: dict[str, Drafter] | None = None) -> Decoder:
+    """The decoder of an arm. loaded: drafters by name and options; decoders that share one take turns.
 
     Raises ModelError where it cannot be loaded.
     """
-    if name == "fastest":
-        from specdec_lab.profiles import load_profile
-
-        chosen = load_profile(name).for_task(task)
-        drafter = zoo.load_drafter(chosen.draft, main, **chosen.options)
-        return Decoder(main.model, drafter, chosen.draft_length, main.tokenizer, eos=main.eos)
-    drafter = zoo.load_drafter("none" if name == "plain" else name, main)
-    return Decoder(main.model, drafter, LENGTHS.get(name, 4), main.tokenizer, eos=main.eos)
+    drafting, loaded = drafting_of(name, task), {} if loaded is None else loaded
+    key = f"{drafting.draft} {dict(drafting.options)}"
+    if key not in loaded:
+        loaded[key] = zoo.load_drafter(drafting.draft, main, **drafting.options)
+    return Decoder(main.model, loaded[key], drafting.draft_length, main.tokenizer, eos=main.eos)
 
 
 def _ours(decoder: Decoder) -> Arm:
@@ -296,9 +301,9 @@ def measure(arms: Arms, items: Sequence[Item], max_new_tokens: int) -> list[Run]
     with tqdm(total=len(items), unit="prompt", mininterval=5, file=sys.stderr) as bar:
         for mode, task in keys:
             for index, item in enumerate(item for item in items if (item.mode, item.task) == (mode, task)):
-                names = list(arms.of(mode, task))
+                names = list(arms.of(item))
                 for name in names[index % len(names) :] + names[: index % len(names)]:
-                    arm = arms.of(mode, task).get(name)
+                    arm = arms.of(item).get(name)
                     try:
                         if arm and index == 0:
                             arm(item, min(WARM_UP, max_new_tokens))
@@ -396,6 +401,7 @@ def _decoding(mine: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         f"{part}_share": metrics.ratio(getattr(t, f"{part}_s"), t.decode_s) for part in ("draft", "verify", "other")
     }
     return {
+        "draft_length": max(step.planned for run in mine if run.made for step in run.made.trace.steps),
         "decode_throughput": metrics.throughput(t),
         "decode_speedup": _interval(ratio_interval(emitted, [t.decode_s for t in ours], *before)),
         "tau": _interval(ratio_interval(emitted, steps)),

@@ -25,8 +25,9 @@ LEGEND = (
     "Speed-up: tokens per second of whole calls, prefill included, over the own plain loop of the same mode on the "
     "same prompts, with its 95 % interval (bootstrap over prompts); after prefill: the same without prefills; "
     f"loop-free: without prompts whose greedy output loops ({LOOP:.0%} of its 4-grams or more stood in it "
-    "before). Draft / verify / other: shares of the time after prefill. MiB: weights and caches held; of other systems "
-    "weights alone. Equal: outputs equal to the plain loop's, token for token. Repeated: share of repeated 4-grams."
+    "before). γ: most tokens drafted a step. Draft / verify / other: shares of the time after prefill. MiB: weights "
+    "and caches held; of other systems weights alone. Equal: outputs equal to the plain loop's, token for token. "
+    "Repeated: share of repeated 4-grams."
 )
 
 
@@ -61,7 +62,8 @@ def _table_row(cells: Sequence[str]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    arm = row["arm"] + (f" ({row['precision']})" if row["precision"] not in ("", "float32") else "")
+    arm = row["arm"] + (f", γ = {row['draft_length']}" if row.get("draft_length") else "")
+    arm += f" ({row['precision']})" if row["precision"] not in ("", "float32") else ""
     shares = [row.get(f"{part}_share") for part in ("draft", "verify", "other")]
     return [
         row["task"],

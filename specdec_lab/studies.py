@@ -158,7 +158,8 @@ class Study:
         rows = []
         for task in self.tasks:
             names = ("plain", *self.drafts)
-            decoders = [decoder_of(name, main, task) for name in names]
+            kind, loaded = load_prompts(task, 1)[0].task, dict[str, Drafter]()
+            decoders = [decoder_of(name, main, kind, loaded) for name in names]
             for x, prompts in self._prompts(decoders[0], task):
                 runs = alternate(decoders, prompts, 0, tick, max_new_tokens=self.max_new_tokens)
                 for index, sides in enumerate(runs):

@@ -14,6 +14,7 @@ from specdec_lab.decoding import Decoder, Generation
 from specdec_lab.errors import DataError, SettingError, UnknownNameError
 from specdec_lab.metrics import LOOP, loops, repeated_ngrams
 from specdec_lab.models import zoo
+from specdec_lab.profiles import Drafting, Profile
 from specdec_lab.tasks import Prompt
 from specdec_lab.trace import Step, Trace
 
@@ -63,6 +64,24 @@ def test_the_bound_is_met_from_its_value_on() -> None:
     assert shares[33] is not None
     assert shares[32] < LOOP <= shares[33]
     assert [loops(repeating(copies)) for copies in (32, 33)] == [False, True]
+
+
+def test_evaluate_tells_the_numbers_without_loops(
+    capsys: pytest.CaptureFixture[str], main: zoo.Main, tiny_folder: str, prompts: str, tmp_path: Path
+) -> None:
+    saved = tmp_path / "tokens.jsonl"
+    words = ["evaluate", "--main", tiny_folder, "--draft", "ngram", "--prompts", prompts, "--max_new_tokens", "40"]
+    assert cli.main([*words, "--save_tokens", str(saved), "--json"]) == 0
+    out, err = capsys.readouterr()
+    got = json.loads(out.splitlines()[-1])
+    looping = {row["id"]: loops(row["tokens"]) for row in map(json.loads, saved.read_text().splitlines())}
+    assert 0 < sum(looping.values()) < len(looping), "the test needs texts of both kinds"
+    free = got["loop_free"]
+    assert free["prompts"] == len(looping) - sum(looping.values())
+    assert set(free["by_task"]) == set(got["by_task"])
+    assert free["metrics"]["repetition"] < got["metrics"]["repetition"]
+    assert f"without the {sum(looping.values())} prompts whose plain output loops" in err
+    assert "repeated 4-grams" in err
 
 
 # ---- other systems
@@ -172,6 +191,22 @@ def test_spec_bench_runs_by_category(main: zoo.Main) -> None:
     assert all(row.category == name for name, rows in groups.items() for row in rows)
 
 
+def test_the_fastest_arm_drafts_as_its_profile_says(main: zoo.Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_task = {"code": Drafting("ngram", 5, {"longest": 2}), "other": Drafting("ngram", 3)}
+    monkeypatch.setattr(bench, "load_profile", lambda name: Profile(name, "made up", by_task))
+    loaded: dict[str, Any] = {}
+    code, prose, again = (bench.decoder_of("fastest", main, task, loaded) for task in ("code", "prose", "json"))
+    assert (code.draft_length, prose.draft_length) == (5, 3)
+    assert code.drafter is not prose.drafter  # other options
+    assert prose.drafter is again.drafter
+
+
+def test_the_shipped_profile_and_every_arm_name_a_drafting() -> None:
+    for name in (*bench.OURS, "plain"):
+        for task in bench.TASKS:
+            assert bench.drafting_of(name, task).draft
+
+
 # ---- a whole run
 
 
@@ -195,10 +230,10 @@ def test_one_run_covers_every_arm_and_says_what_is_missing(result: dict[str, Any
     assert arms["greedy"] == {"plain", "generate", "lookup", tiny_draft_folder, "ngram"}
     assert arms["sampled"] == {"plain", "ngram"}
     for row in result["rows"]:
-        assert row["prompts"] == 3
+        assert row["prompts"] == {"prose": 2, "json": 1}[row["task"]]
         assert row["throughput"] > 0
         if row["mode"] == "greedy":
-            assert row["same"] == 3, row["arm"]
+            assert row["same"] == row["prompts"], row["arm"]
         if row["arm"] == "plain":
             assert row["speedup"]["value"] == 1
             assert row["tau"]["value"] == 1
@@ -220,6 +255,8 @@ def test_the_words_hold_the_numbers(result: dict[str, Any]) -> None:
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == len(result["rows"]) + 2 * 2  # a head for each of two modes
     assert "* flashspec-ngram: not installed" in text
+    assert "| ngram, γ = 8 |" in text
+    assert "| plain |" in text
     assert "Temperature 0.2, top-p 0.9" in text
     details = scoreboard.details(result)
     assert "plain loop over transformers.generate" in details
@@ -248,6 +285,7 @@ def test_the_order_of_arms_rotates(main: zoo.Main, prompts: str) -> None:
     arms = bench.Arms(main, bench.Plan((prompts,), ("ngram",), temperature=0.0))
     runs = bench.measure(arms, arms.items(), 4)
     assert [run.arm for run in runs] == ["plain", "ngram", "ngram", "plain", "plain", "ngram"]
+    assert [run.item.task for run in runs] == ["prose"] * 4 + ["json"] * 2
 
 
 def test_a_schema_is_kept_to_in_its_mode(
@@ -265,7 +303,7 @@ def test_a_schema_is_kept_to_in_its_mode(
     for row in constrained:
         assert (row["same"], row["complete"], row["validates"]) == (1, 1, 1)
     text = scoreboard.markdown({"rows": rows, "plan": vars(plan), "missing": {}, "quiet": QUIET, "machine": MACHINE})
-    assert "validate against their schema, mine: 1 of 1." in text
+    assert "validate against their schema, json: 1 of 1." in text
 
 
 def test_a_schema_that_cannot_be_a_constraint_is_told(main: zoo.Main, tmp_path: Path) -> None:
