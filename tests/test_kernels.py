@@ -176,10 +176,14 @@ def test_a_busy_machine_keeps_the_usual_layout_and_remembers_nothing(
 def test_what_is_noisy() -> None:
     assert not kernels._noisy([1.0, 1.1, 1.2, 1.1, 9.0])  # one disturbance
     assert kernels._noisy([1.0, 1.1, 4.0, 5.0, 3.0])
+    assert all(kernels._plausible(counts) for counts in FAKE.values())
+    assert not kernels._plausible({1: 1, 4: 40, 8: 2, 16: 3})  # a machine that was away most of the time
+    assert not kernels._plausible({1: 1, 4: 1, 8: 2, 16: 40})
 
 
 def test_a_real_measurement_has_every_layout_and_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "NOISE", float("inf"))
+    monkeypatch.setattr(kernels, "_noisy", lambda seconds: False)
+    monkeypatch.setattr(kernels, "_plausible", lambda counts: True)
     monkeypatch.setattr(kernels, "STREAM", 2**22)
     found = kernels.measure(96, 64)
     assert found is not None

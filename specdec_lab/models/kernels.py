@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -133,7 +134,13 @@ def measure(rows: int, columns: int) -> Times | None:
             turn += 1
     if any(_noisy(seconds) for counts in taken.values() for seconds in counts.values()):
         return None
-    return {name: {k: statistics.median(seconds) for k, seconds in counts.items()} for name, counts in taken.items()}
+    times = {name: {k: statistics.median(seconds) for k, seconds in counts.items()} for name, counts in taken.items()}
+    return times if all(map(_plausible, times.values())) else None
+
+
+def _plausible(counts: Mapping[int, float]) -> bool:
+    """Whether time grows with the tokens, but not faster than they do, as far as noise lets it."""
+    return all(counts[a] / NOISE < counts[b] < counts[a] * NOISE * b / a for a, b in pairwise(COUNTS))
 
 
 def _noisy(seconds: list[float]) -> bool:
