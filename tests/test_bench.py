@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from specdec_lab import bench, cli, peers, scoreboard
+from specdec_lab import bench, cli, metrics, peers, scoreboard
 from specdec_lab.decoding import Decoder, Generation
 from specdec_lab.errors import DataError, SettingError, UnknownNameError
 from specdec_lab.metrics import LOOP, loops, repeated_ngrams
 from specdec_lab.models import zoo
 from specdec_lab.profiles import Drafting, Profile
-from specdec_lab.tasks import Prompt
+from specdec_lab.tasks import Prompt, load_prompts
 from specdec_lab.trace import Step, Trace
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -67,20 +67,23 @@ def test_the_bound_is_met_from_its_value_on() -> None:
 
 
 def test_evaluate_tells_the_numbers_without_loops(
-    capsys: pytest.CaptureFixture[str], main: zoo.Main, tiny_folder: str, prompts: str, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, main: zoo.Main, prompts: str
 ) -> None:
-    saved = tmp_path / "tokens.jsonl"
-    words = ["evaluate", "--main", tiny_folder, "--draft", "ngram", "--prompts", prompts, "--max_new_tokens", "40"]
-    assert cli.main([*words, "--save_tokens", str(saved), "--json"]) == 0
+    plain = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos)
+    made = [plain.generate(row.prompt, max_new_tokens=40) for row in load_prompts(prompts)]
+    shares = sorted(repeated_ngrams(text.tokens) or 0.0 for text in made)
+    assert shares[0] < shares[-1], "the test needs texts of both kinds"
+    monkeypatch.setattr(metrics, "LOOP", shares[-1])  # so that the most repetitive text is a loop
+    left = [share for share in shares if share < shares[-1]]
+    words = ["evaluate", "--main", main.name, "--draft", "ngram", "--prompts", prompts, "--max_new_tokens", "40"]
+    assert cli.main([*words, "--json"]) == 0
     out, err = capsys.readouterr()
     got = json.loads(out.splitlines()[-1])
-    looping = {row["id"]: loops(row["tokens"]) for row in map(json.loads, saved.read_text().splitlines())}
-    assert 0 < sum(looping.values()) < len(looping), "the test needs texts of both kinds"
-    free = got["loop_free"]
-    assert free["prompts"] == len(looping) - sum(looping.values())
-    assert set(free["by_task"]) == set(got["by_task"])
-    assert free["metrics"]["repetition"] < got["metrics"]["repetition"]
-    assert f"without the {sum(looping.values())} prompts whose plain output loops" in err
+    assert got["loop_free"]["prompts"] == len(left)
+    assert set(got["loop_free"]["by_task"]) == set(got["by_task"])
+    assert got["metrics"]["repetition"] == pytest.approx(sum(shares) / 3)
+    assert got["loop_free"]["metrics"]["repetition"] == pytest.approx(sum(left) / len(left))
+    assert f"without the {3 - len(left)} prompts whose plain output loops" in err
     assert "repeated 4-grams" in err
 
 
