@@ -96,7 +96,7 @@ def test_bad_arguments_say_field_value_and_what_is_allowed(
     assert (got, says in err) == (code, True), err
 
 
-KINDS = {"type": "object", "properties": {"kind": {"enum": ["sea", "hill"]}}, "required": ["kind"]}
+KINDS: dict[str, Any] = {"type": "object", "properties": {"kind": {"enum": ["sea", "hill"]}}, "required": ["kind"]}
 KINDS |= {"additionalProperties": False}
 
 

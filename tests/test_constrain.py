@@ -297,7 +297,7 @@ SYMBOLS = "abcdefg"
 def letters() -> PreTrainedTokenizerFast:
     """Seven letters, then </s> 7."""
     tokenizer = Tokenizer(BPE({symbol: i for i, symbol in enumerate(SYMBOLS)}, []))
-    tokenizer.decoder = ByteLevel()  # type: ignore[assignment]
+    tokenizer.decoder = ByteLevel()
     tokenizer.add_special_tokens(["</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
