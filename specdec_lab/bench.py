@@ -131,7 +131,7 @@ def bench(main: zoo.Main, reference: Any, plan: Plan, report: Callable[[str], An
     report(said_of(before))
     found = Arms(main, plan)
     items = found.items()
-    report(f"{len(items)} prompts and modes × arms, {plan.max_new_tokens} new tokens each")
+    report(f"{len(items)} prompts (in every mode) by every arm, {plan.max_new_tokens} new tokens each")
     with peers.load_peers(plan.others, main, reference, items[0].ids) as others:
         found.add_peers(others)
         runs = measure(found, items, plan.max_new_tokens)
@@ -473,5 +473,5 @@ def _decode_once(main_name: str, arm: str) -> None:
         resident, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     else:
         resident = psutil.Process().memory_info().rss
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # counted less exactly
     print(json.dumps({"held": held, "resident": resident, "peak": peak}))

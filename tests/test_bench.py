@@ -11,7 +11,7 @@ import pytest
 
 from specdec_lab import bench, cli, metrics, peers, scoreboard
 from specdec_lab.decoding import Decoder, Generation
-from specdec_lab.errors import DataError, SettingError, UnknownNameError
+from specdec_lab.errors import DataError, SettingError, SpecdecError, UnknownNameError
 from specdec_lab.metrics import LOOP, loops, repeated_ngrams
 from specdec_lab.models import zoo
 from specdec_lab.profiles import Drafting, Profile
@@ -403,3 +403,10 @@ def test_readme_shows_the_stored_result() -> None:
         start, end = scoreboard.MARKS
         shown = text.partition(f"{start}\n")[2].partition(f"\n{end}")[0]
         assert shown == scoreboard.markdown(json.loads(scoreboard.RESULTS.read_text(encoding="utf-8")))
+
+
+def test_a_fresh_process_tells_its_memory(tiny_folder: str) -> None:
+    sizes = bench.process_memory(tiny_folder, "ngram")
+    assert 0 < sizes["held"] < sizes["resident"] <= sizes["peak"]
+    with pytest.raises(SpecdecError, match="the memory of nope could not be measured: .*no model 'nope'"):
+        bench.process_memory(tiny_folder, "nope")
