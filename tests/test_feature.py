@@ -1,6 +1,6 @@
 """Drafts that read the main model's hidden states: decoding as they were trained, chains, trees, losslessness."""
 
-import itertools
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,11 +184,14 @@ def test_a_tree_is_the_most_probable_part_of_all_continuations(main: LlamaModel)
             draft.cache.advance([1])
         return model.logits(state)[0, 0].softmax(-1)
 
-    known: dict[tuple[int, ...], float] = {(): 1.0}
-    for depth in range(3):
-        for path in itertools.product(range(8), repeat=depth):
-            known |= {(*path, t): known[path] * float(p) for t, p in enumerate(probabilities(path))}
-    wanted = sorted((path for path in known if path), key=lambda path: -known[path])[:12]
+    wanted: list[tuple[int, ...]] = []
+    open_ends: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+    while len(wanted) <= 12:  # the root among them; a child is never more probable than its parent
+        reach, path = heapq.heappop(open_ends)
+        wanted.append(path)
+        for token, p in enumerate(probabilities(path)):
+            heapq.heappush(open_ends, (reach * float(p), (*path, token)))
+    wanted.remove(())
     draft = FeatureDraft(model, 8, branches=8)
     draft.start([row(TOKENS)], 32, [hidden])
     tree = draft.propose([row(TOKENS)], [12])

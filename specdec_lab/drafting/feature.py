@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_lab.drafting.protocol import Drafter, Row, Tree, chains
-from specdec_lab.drafting.scores import draft_scores
+from specdec_lab.drafting.chain import draft_chain
+from specdec_lab.drafting.protocol import Drafter, Row, Tree
 from specdec_lab.errors import require
 from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import CHUNK
 from specdec_lab.models.llama import FeatureModel
-from specdec_lab.sampling import distribution, draw, uniforms
 
 MAX_LEVELS = 64  # of a tree
 DEPTH_COST = 1e-4  # subtracted from the log-probability at each level, so that no child ties with its parent
@@ -29,8 +28,7 @@ class FeatureDraft(Drafter):
 
     branches: 1 drafts a chain, drawn from q when sampling; more grow a tree level by level, keeping the `branches`
     most probable nodes of each, and propose its most probable part (EAGLE-2, 2406.16858). Those candidates are not
-    drawn, so their q is one-hot. confidence: a chain ends before the draft's probability of the whole of it falls
-    below this; the token that is being drawn has no say in that.
+    drawn, so their q is one-hot. confidence: of a chain, see draft_chain; of a tree, the least probability of a node.
     """
 
     reads_hidden = True
@@ -122,35 +120,21 @@ class FeatureDraft(Drafter):
     def _chain(self, rows: Sequence[Row], hidden: Tensor, lengths: Sequence[int]) -> Tree:
         """hidden [rows, m, hidden_size]: one state for each token to draft, or one for the first of them."""
         assert self.cache is not None
-        width, committed = max(lengths), list(self.cache.lengths)
+        cache, committed, state = self.cache, list(self.cache.lengths), hidden[:, 0]
+
+        def follow(tokens: Tensor, i: int) -> Tensor:
+            nonlocal state
+            if self.model.placeholders is not None:
+                return hidden[:, i + 1]
+            state = self._step(tokens[:, None], state[:, None])[:, 0]
+            cache.advance([1] * len(rows))
+            return state
+
         if self.model.placeholders is not None:
-            width = min(width, hidden.shape[1])
-        sampling = rows[0].sampling
-        u = None if sampling.greedy else uniforms([row.generator for row in rows], lengths, self.model.device)
-        sure = torch.ones(len(rows), device=self.model.device)
-        going = torch.tensor(lengths, device=self.model.device)
-        tokens = torch.zeros(len(rows), width, dtype=torch.long, device=self.model.device)
-        q: list[Tensor] = []
-        state, drafted = hidden[:, 0], 0
-        for i in range(width):
-            scores = draft_scores(self.model, state, rows, tokens[:, :i], lengths, self.vocab_size)
-            if self.confidence:
-                sure *= scores.softmax(-1).amax(-1) if u is None else distribution(scores, sampling).amax(-1)
-                going = torch.where(sure < self.confidence, going.clamp(max=i), going)
-                if int(going.max()) <= i:
-                    break
-            if u is None:
-                tokens[:, i] = scores.argmax(-1)
-            else:
-                q.append(distribution(scores, sampling))
-                tokens[:, i] = draw(q[-1], u[:, i])
-            drafted = i + 1
-            if drafted < width:
-                parallel = self.model.placeholders is not None
-                state = hidden[:, i + 1] if parallel else self._step(tokens[:, i : i + 1], state[:, None])[:, 0]
-                self.cache.advance([0 if parallel else 1] * len(rows))
-        self.cache.rollback(committed)
-        return chains(tokens[:, :drafted], going.tolist(), torch.stack(q, 1) if q else None)
+            lengths = [min(length, hidden.shape[1]) for length in lengths]
+        tree = draft_chain(self.model, rows, lengths, self.vocab_size, state, follow, self.confidence)
+        cache.rollback(committed)
+        return tree
 
     def _step(self, tokens: Tensor, states: Tensor, parents: Tensor | None = None, behind: int = 0) -> Tensor:
         """One forward over drafted tokens [rows, n] and the states [rows, n, hidden_size] before them."""

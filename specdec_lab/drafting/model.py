@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from specdec_lab.drafting.protocol import Drafter, Row, Tree, chains
-from specdec_lab.drafting.scores import draft_scores
+from specdec_lab.drafting.chain import draft_chain
+from specdec_lab.drafting.protocol import Drafter, Row, Tree
+from specdec_lab.errors import require
 from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import feed
 from specdec_lab.models.protocol import Model
-from specdec_lab.sampling import distribution, draw, uniforms
 
 
 class DraftModel(Drafter):
@@ -20,8 +19,10 @@ class DraftModel(Drafter):
     whose q is one-hot. The cache holds a prefix of the committed tokens after every step.
     """
 
-    def __init__(self, model: Model, vocab_size: int | None = None) -> None:
-        """vocab_size: the main model's, where padding makes it differ from the draft's."""
+    def __init__(self, model: Model, vocab_size: int | None = None, confidence: float = 0.0) -> None:
+        """vocab_size: the main model's, where padding makes it differ from the draft's. confidence: see draft_chain."""
+        require("confidence", confidence, 0 <= confidence < 1, "0 (off) … 1")
+        self.confidence = confidence
         self.model, self.name = model, model.name
         self.vocab_size = vocab_size or model.vocab_size
         self.context_length = model.context_length
@@ -59,21 +60,14 @@ class DraftModel(Drafter):
         ]
         hidden = feed(self.model, self.cache, behind)
         assert hidden is not None
-        sampling = rows[0].sampling
-        u = None if sampling.greedy else uniforms([row.generator for row in rows], lengths, self.model.device)
-        tokens = torch.zeros(len(rows), width, dtype=torch.long, device=self.model.device)
-        q: list[Tensor] = []
-        for i in range(width):
-            scores = draft_scores(self.model, hidden, rows, tokens[:, :i], lengths, self.vocab_size)
-            if u is None:
-                tokens[:, i] = scores.argmax(-1)
-            else:
-                q.append(distribution(scores, sampling))
-                tokens[:, i] = draw(q[-1], u[:, i])
-            if i + 1 < width:
-                hidden = self.model.forward(tokens[:, i : i + 1], self.cache)[:, 0]
-                self.cache.advance([int(i + 1 < length) for length in lengths])  # the others' is scratch
-        return chains(tokens, lengths, torch.stack(q, 1) if q else None)
+        cache = self.cache
+
+        def follow(tokens: Tensor, i: int) -> Tensor:
+            hidden = self.model.forward(tokens[:, None], cache)[:, 0]
+            cache.advance([int(i + 1 < length) for length in lengths])  # the others' is scratch
+            return hidden
+
+        return draft_chain(self.model, rows, lengths, self.vocab_size, hidden, follow, self.confidence)
 
     def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
         """Roll the cache back to the committed prefix; the last drafted token was never written."""

@@ -36,7 +36,11 @@ RATIOS = ("1:2", "1:3", "1:4")
 FEATURES = ("feature", "parallel")  # drafts that read the main model's hidden states
 HYBRID = "ngram+"  # the beginning of a hybrid's name; its model's follows
 STEP_COST = {"1:2": 0.16, "1:3": 0.08, "1:4": 0.04}  # of a draft step in main steps, for a hybrid to weigh
-OPTIONS = {"ngram": ("longest", "shortest"), "feature": ("branches", "confidence"), "parallel": ("confidence",)}
+OPTIONS = {
+    "ngram": ("longest", "shortest"),
+    "feature": ("branches", "confidence"),
+    **dict.fromkeys(("parallel", *RATIOS), ("confidence",)),
+}
 Bundled = TypeVar("Bundled", bound=LlamaModel)
 DTYPES = {
     "float32": torch.float32,
@@ -74,8 +78,8 @@ def load_drafter(name: str, main: Main, **options: Any) -> Drafter:
     """Load a drafter: "none", "ngram", "grammar", a ratio of the bundled family, "feature", "parallel", the main
     model's own name, or a model as load_main takes it; or a hybrid of prompt lookup with any of these, as "ngram+1:4".
 
-    options: longest and shortest of "ngram", branches and confidence of "feature", confidence of "parallel"; of a
-    hybrid, its model's.
+    options: longest and shortest of "ngram", branches and confidence of "feature", confidence of "parallel" and the
+    ratios; of a hybrid, its model's.
 
     Raises ModelError when its vocabulary is not the main model's, or when a bundled draft meets another main.
     """
@@ -89,7 +93,7 @@ def load_drafter(name: str, main: Main, **options: Any) -> Drafter:
     if name == "grammar":
         return GrammarDrafter()
     if name in RATIOS:
-        return DraftModel(_load_bundled_draft(name, main, LlamaModel), main.model.vocab_size)
+        return DraftModel(_load_bundled_draft(name, main, LlamaModel), main.model.vocab_size, **options)
     if name in FEATURES:
         return FeatureDraft(_load_bundled_draft(name, main, FeatureModel), main.model.vocab_size, **options)
     if name.startswith(HYBRID):
