@@ -48,7 +48,7 @@ STEADY = 1.5  # how much longer than its median a probe may take, nine times in 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a benchmark runs. arms: names of OURS, peers.NAMES and folders of drafts; the plain loop always runs.
+    """What a benchmark runs. arms: names of OURS, peers.NAMES and drafts' folders, all different; plain always runs.
 
     prompts: of each task, and of each category of Spec-Bench. temperature, top_p: of the sampled mode; 0 leaves that
     out. Raises SettingError for a value out of range, UnknownNameError for an arm or a task.
@@ -64,7 +64,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("tasks", "arms"):
-            require(name, getattr(self, name), len(getattr(self, name)) > 0, "one name at least")
+            values = getattr(self, name)
+            require(name, values, 0 < len(set(values)) == len(values), "one or more names, all different")
         for name in self.arms:
             self._check_arm(name)
         for name in ("prompts", "max_new_tokens"):
@@ -77,8 +78,9 @@ class Plan:
 
     @staticmethod
     def _check_arm(name: str) -> None:
-        if name in OURS or Path(name).is_dir():
+        if name in OURS or _is_model(name):
             return
+        require("arms", name, not Path(name).is_dir(), "a draft's folder, with its config.json")
         try:
             peers.check_name(name)
         except UnknownNameError:
@@ -87,12 +89,17 @@ class Plan:
     @property
     def ours(self) -> list[str]:
         """The selected arms of this package, without the plain loop."""
-        return [name for name in self.arms if name in OURS or Path(name).is_dir()]
+        return [name for name in self.arms if name in OURS or _is_model(name)]
 
     @property
     def others(self) -> list[str]:
         """The selected other systems."""
         return [name for name in self.arms if name not in self.ours]
+
+
+def _is_model(name: str) -> bool:
+    """Whether that is the folder of a model."""
+    return (Path(name) / "config.json").is_file()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,11 @@ from typing import Any
 from specdec_lab.errors import DataError, SettingError, SpecdecError, UnknownNameError
 
 AGREEMENT = {"match": "greedy match", "overlap": "Σ min(p, q)", "alpha": "α"}
+KEPT = {  # by commands that are interrupted; `evaluate` says for itself
+    "sweep": "the parts that were finished are kept, and the same command goes on after them",
+    "distill": "hidden states and checkpoints so far are kept, and the same command goes on from them",
+    **dict.fromkeys(("bench", "study", "match", "verify"), "nothing is kept"),
+}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -26,10 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _set_threads(args)
         result = args.run(args)
-        if getattr(args, "json", False):
+        if getattr(args, "json", False) and result is not None:
             print(json.dumps(result, ensure_ascii=False))
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        kept = str(stop) or KEPT.get(args.command)
+        print(f"interrupted; {kept}" if kept else "interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -237,6 +243,7 @@ def _valid(row: Any, grammar: Any, made: Any, eos: Sequence[int]) -> bool | None
     """Whether the output is what was asked for; None where nothing was. A JSON schema is checked by jsonschema.
 
     Unconstrained JSON is held to the row's own schema. What a length limit cut counts as it stands.
+    Raises DataError for a schema that jsonschema cannot use.
     """
     from dataclasses import replace
 
@@ -249,6 +256,18 @@ def _valid(row: Any, grammar: Any, made: Any, eos: Sequence[int]) -> bool | None
     schema = row.schema if grammar is None else grammar.source.schema
     asked = replace(row, schema=schema if isinstance(schema, dict) else None)
     return json_score(asked, made.text, None, None).value == 1.0
+
+
+def _or_none(check: Callable[..., Any], *values: Any) -> Any:
+    """What the check returns; None, told on standard error, where it raises DataError.
+
+    The grammar's library takes schemas that jsonschema does not, as those with \\p{L}; the rest is worth keeping.
+    """
+    try:
+        return check(*values)
+    except DataError as error:
+        print(f"specdec-lab: not scored: {error}", file=sys.stderr)
+        return None
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -345,6 +364,7 @@ def _generate(args: argparse.Namespace) -> Any:
 
 
 def _evaluate(args: argparse.Namespace) -> Any:
+    from specdec_lab.errors import require_writable
     from specdec_lab.experiment import alternate, encode_all, quality_of
     from specdec_lab.metrics import LOOP, loops, summarise
     from specdec_lab.tasks import load_prompts
@@ -357,7 +377,7 @@ def _evaluate(args: argparse.Namespace) -> Any:
             ways.append(each)
     source = None if args.json_schema == "auto" else _source(args)
     if args.save_tokens:
-        args.save_tokens.write_text("")  # a place that cannot be written is told before a model loads
+        require_writable(args.save_tokens)  # told before a model loads
     main_model, decoders, plain = _decoders(args, ways)
     usable, refused = _grammars(args, source, rows, main_model)
     rows, grammars = [row for row, _ in usable], [grammar for _, grammar in usable]
@@ -377,13 +397,15 @@ def _evaluate(args: argparse.Namespace) -> Any:
             if sys.stderr.isatty():
                 print(f"\r{len(made)} of {len(rows)}", end="", file=sys.stderr)
             if args.save_tokens:
-                with open(args.save_tokens, "a", encoding="utf-8") as file:
+                mode = "w" if len(made) == 1 else "a"  # an earlier run's stay until there are new ones
+                with open(args.save_tokens, mode, encoding="utf-8") as file:
                     file.write(json.dumps({"id": row.id, "tokens": drafted.tokens}) + "\n")
     except KeyboardInterrupt:
         interrupted = True
     done = rows[: len(made)]
-    scores = [quality_of(main_model.model, row, ids[i], made[i][1]).value for i, row in enumerate(done)]
-    valid = [_valid(row, grammars[i], made[i][1], plain.eos) for i, row in enumerate(done)]
+    qualities = [_or_none(quality_of, main_model.model, row, ids[i], made[i][1]) for i, row in enumerate(done)]
+    scores = [None if quality is None else quality.value for quality in qualities]
+    valid = [_or_none(_valid, row, grammars[i], made[i][1], plain.eos) for i, row in enumerate(done)]
 
     def metrics_of(chosen: Sequence[int]) -> dict[str, Any]:
         found: dict[str, Any] = summarise([made[i][1].trace for i in chosen], [made[i][0].trace for i in chosen])
@@ -422,7 +444,8 @@ def _evaluate(args: argparse.Namespace) -> Any:
     if interrupted:
         if args.json:
             print(json.dumps(result | {"interrupted": True}, ensure_ascii=False))
-        raise KeyboardInterrupt
+        saved = f", whose tokens are in {args.save_tokens}" if args.save_tokens and done else ""
+        raise KeyboardInterrupt(f"the numbers are of the {len(done)} prompts that were finished{saved}")
     return result
 
 
@@ -488,8 +511,8 @@ def _match(args: argparse.Namespace) -> Any:
     from specdec_lab.studies import agreement, agreement_line
     from specdec_lab.tasks import load_prompts
 
-    for name in ("prompts", "max_new_tokens"):
-        require(name, getattr(args, name), getattr(args, name) >= 1, "an integer >= 1")
+    for name, least in {"prompts": 1, "max_new_tokens": 2}.items():  # the last token is no place to draft for
+        require(name, getattr(args, name), getattr(args, name) >= least, f"an integer >= {least}")
     require("draft_length", args.draft_length, 1 <= args.draft_length <= MAX_DRAFT, f"1 … {MAX_DRAFT}")
     main_model, drafters, found = load_main(), {}, []
     for name in args.drafts or (*RATIOS, "feature", "parallel", "ngram"):
@@ -504,11 +527,18 @@ def _match(args: argparse.Namespace) -> Any:
         for name, drafter in drafters.items():
             got = agreement(main_model, drafter, ids, args.max_new_tokens, args.draft_length)
             line = {"draft": name, "task": task, **agreement_line(main_model.model, drafter, got)}
-            low_high = (f"{line[k]:.3f} ({line[f'{k}_low']:.3f} … {line[f'{k}_high']:.3f})" for k in AGREEMENT)
-            said = ", ".join(f"{k} {text}" for k, text in zip(AGREEMENT.values(), low_high, strict=True))
+            said = ", ".join(f"{label} {_bounded(line, key)}" for key, label in AGREEMENT.items())
             _say(args, f"{name:9} {line['ratio']:>7} ({line['ratio_without_embedding']:>6}) {task:6} {said}")
             found.append(line)
     return {"match": found}
+
+
+def _bounded(line: dict[str, Any], name: str) -> str:
+    """A value with its interval, – for what is undefined."""
+    value, low, high = (
+        "–" if line[key] is None else f"{line[key]:.3f}" for key in (name, f"{name}_low", f"{name}_high")
+    )
+    return f"{value} ({low} … {high})"
 
 
 def _plain(main_model: Any) -> Any:
@@ -523,6 +553,7 @@ def _study(args: argparse.Namespace) -> Any:
     from tqdm import tqdm
 
     from specdec_lab import plots, studies
+    from specdec_lab.errors import require_writable
     from specdec_lab.models.zoo import load_main
 
     names = ("drafts", "tasks", "prompts", "max_new_tokens", "lengths", "width")
@@ -531,15 +562,18 @@ def _study(args: argparse.Namespace) -> Any:
     study = replace(studies.STUDIES[args.what], **given | lists)
     usual = study == studies.STUDIES[args.what]  # what README shows
     results, figures = ("data/results", "figures") if usual else ("build/results", "build/figures")
+    results, figures = args.results or results, args.figures or figures
+    for folder, ending in ((results, "parquet"), (results, "json"), (figures, "svg"), (figures, "png")):
+        require_writable(Path(folder) / f"{studies.FILES[args.what]}.{ending}")  # told before anything is decoded
     with tqdm(unit="text", mininterval=5, file=sys.stderr) as bar:
         rows = study.run(load_main(), bar.update)
-    paths = studies.store(study, rows, Path(args.results or results))
+    paths = studies.store(study, rows, Path(results))
     lengths = args.what == studies.LENGTHS
     label = (
         "prompt length (tokens)" if lengths else f"position in the output (tokens; each point stands for {study.width})"
     )
     fig = plots.by_place(studies.table(rows), label, doubling=lengths)
-    paths += plots.save(fig, studies.FILES[args.what], args.figures or figures)
+    paths += plots.save(fig, studies.FILES[args.what], figures)
     _say(
         args, studies.table(rows).drop(columns="draft_parameters").to_string(index=False, float_format="{:.3f}".format)
     )
@@ -575,19 +609,20 @@ def _verify(args: argparse.Namespace) -> Any:
 def _bench(args: argparse.Namespace) -> Any:
     from specdec_lab.bench import Plan, bench
     from specdec_lab.models.zoo import fetch_bundled, load_main, read
-    from specdec_lab.scoreboard import publish
+    from specdec_lab.scoreboard import publish, require_place
 
     names = ("tasks", "arms", "prompts", "max_new_tokens", "temperature", "top_p", "seed")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     plan = Plan(**given | {name: tuple(given[name]) for name in ("tasks", "arms") if name in given})
+    if args.readme:
+        require_place()  # told before anything is decoded
     main_model, (reference, _) = load_main(), read(fetch_bundled())
     reference = reference.to(device=main_model.model.device, dtype=main_model.model.dtype)
     result = bench(main_model, reference, plan, lambda line: _say(args, line))
+    print(json.dumps(result, ensure_ascii=False), flush=True)  # before what may fail
     if args.readme:
         publish(result)
-    if not args.json:
-        print(json.dumps(result))
-    return result
+    return None
 
 
 def _say(args: argparse.Namespace, line: str) -> None:

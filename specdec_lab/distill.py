@@ -526,6 +526,8 @@ def distill(
         raise UnknownNameError("ratio", ratio, RECIPES)
     recipe = RECIPES[ratio]
     if tokens is not None:
+        least = recipe.batch_tokens
+        require("tokens", tokens, tokens >= least, f"an integer >= {least}, the recipe's batch_tokens")
         recipe = replace(recipe, rounds=((recipe.rounds[0][0], tokens),))
     folder = folder or zoo.cache_folder() / "distill"
     main = zoo.load_main(dtype="bfloat16")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 
@@ -36,6 +37,19 @@ def require(field: str, value: Any, ok: bool, allowed: str) -> None:
     """Raise SettingError unless `ok`."""
     if not ok:
         raise SettingError(field, value, allowed)
+
+
+def require_writable(file: Path) -> None:
+    """Raise DataError unless the file can be written. Makes its folder where there is none; what is in it stays."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = not file.exists()
+        with open(file, "a", encoding="utf-8"):
+            pass
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror})") from error
 
 
 def whole(value: Any) -> bool:

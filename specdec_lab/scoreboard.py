@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_lab.errors import DataError
+from specdec_lab.errors import DataError, require_writable
 from specdec_lab.metrics import LOOP
 from specdec_lab.provenance import ROOT
 
@@ -128,16 +128,24 @@ def details(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def publish(result: Mapping[str, Any], results: Path = RESULTS, readme: Path = README) -> None:
-    """Write a result to data/results/bench.json and its tables between the marks in README.md.
-
-    Raises DataError where README has no marks, before anything is written.
-    """
-    text = readme.read_text(encoding="utf-8")
+def require_place(results: Path = RESULTS, readme: Path = README) -> str:
+    """README's text. Raises DataError where it has no marks, or where a file that `publish` writes cannot be."""
+    for file in (readme, results):
+        require_writable(file)
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     start, end = MARKS
     if text.count(start) != 1 or text.count(end) != 1:
         raise DataError(f"{readme} needs one line {start} and one {end}, for the table to stand between")
+    return text
+
+
+def publish(result: Mapping[str, Any], results: Path = RESULTS, readme: Path = README) -> None:
+    """Write a result to data/results/bench.json, then its tables between the marks in README.md.
+
+    Raises DataError as `require_place` does, before anything is written.
+    """
+    text = require_place(results, readme)
+    results.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    start, end = MARKS
     section = f"{start}\n{markdown(result)}\n{end}"
     readme.write_text(re.sub(f"{start}.*?{end}", lambda _: section, text, flags=re.S), encoding="utf-8")
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

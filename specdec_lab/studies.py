@@ -4,6 +4,7 @@ What they share is the plain loop on the same prompts, decoded in turn. They kno
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,11 +97,16 @@ def _follow(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, u: Ten
 
 
 def agreement_line(main: Model, drafter: Drafter, found: Agreement) -> dict[str, Any]:
-    """An Agreement as flat JSON-able values, with the sizes main : draft in all and without embedding and head."""
+    """An Agreement as flat JSON-able values, with the sizes main : draft in all and without embedding and head.
+
+    None: a value or bound that is undefined.
+    """
+    # JSON has no NaN, which stands for what there is too little of
     line: dict[str, Any] = {"prompts": found.match.prompts, "coverage": found.coverage}
     for name in ("match", "overlap", "alpha"):
         got: Interval = getattr(found, name)
-        line |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+        bounds = {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+        line |= {key: value if math.isfinite(value) else None for key, value in bounds.items()}
     model = getattr(drafter, "model", None)
     ours, mains = ((m.parameters, m.parameters - m.embedding_parameters) if m else (0, 0) for m in (model, main))
     line["ratio"], line["ratio_without_embedding"] = map(size_ratio, mains, ours)
@@ -150,11 +156,13 @@ class Study:
 
         A row per (task, draft, prompt, x); x: the prompt's length, or the first token of a span of the output. A step
         belongs to the span in which it begins. Raises ModelError for a draft that cannot be loaded, SettingError for
-        lengths beyond the model's context.
+        lengths, or lengths and max_new_tokens, beyond the model's context.
         """
-        most = main.model.context_length - self.max_new_tokens
-        fits = self.what == POSITIONS or max(self.lengths) <= most
-        require("lengths", self.lengths, fits, f"up to {most}, for the model's context")
+        if self.what == LENGTHS:
+            longest, context = max(self.lengths), main.model.context_length
+            require("lengths", self.lengths, longest < context, f"up to {context - 1}, for the model's context")
+            room, where = context - longest, f"for prompts of {longest} tokens in a context of {context}"
+            require("max_new_tokens", self.max_new_tokens, self.max_new_tokens <= room, f"1 … {room}, {where}")
         rows = []
         for task in self.tasks:
             names = ("plain", *self.drafts)

@@ -164,6 +164,9 @@ def test_unknown_peers_are_refused(main: zoo.Main, reference: Any) -> None:
         (["--top_p", "0"], 2, "top_p = 0"),
         (["--seed", "-1"], 2, "seed = -1"),
         (["--arms", "1:9"], 2, "no arm '1:9'"),
+        (["--arms", str(Path(__file__).parent)], 2, "a draft's folder, with its config.json"),
+        (["--arms", "ngram", "ngram"], 2, "all different"),
+        (["--tasks", "json", "json"], 2, "all different"),
         (["--tasks", "poems"], 2, "poems"),
     ],
 )
@@ -394,6 +397,64 @@ def test_a_readme_without_marks_is_left_alone(result: dict[str, Any], tmp_path: 
         scoreboard.publish(result, tmp_path / "bench.json", readme)
     assert readme.read_text() == "nothing\n"
     assert not (tmp_path / "bench.json").exists()
+
+
+def test_results_are_stored_before_the_readme(
+    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "results" / "bench.json"
+    readme.write_text("<!-- bench -->\n<!-- /bench -->\n")
+
+    def broken(result: Any) -> str:
+        raise DataError("no table")
+
+    monkeypatch.setattr(scoreboard, "markdown", broken)
+    with pytest.raises(DataError, match="no table"):
+        scoreboard.publish(result, results, readme)
+    assert json.loads(results.read_text())["rows"]
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench -->\n<!-- /bench -->\n")
+    with pytest.raises(DataError, match="cannot be written"):
+        scoreboard.require_place(readme / "bench.json", readme)
+    assert list(tmp_path.iterdir()) == [readme]
+
+    def refuse() -> None:
+        raise DataError("no marks")
+
+    def never(*args: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(scoreboard, "require_place", refuse)
+    monkeypatch.setattr(zoo, "load_main", never)
+    assert cli.main(["bench", "--readme"]) == 1
+    assert "no marks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_result_is_printed_before_it_is_published(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    main: zoo.Main,
+    reference: Any,
+    words: list[str],
+) -> None:
+    def broken(result: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(scoreboard, "require_place", lambda: "")
+    monkeypatch.setattr(scoreboard, "publish", broken)
+    monkeypatch.setattr(zoo, "load_main", lambda: main)
+    monkeypatch.setattr(zoo, "fetch_bundled", lambda: None)
+    monkeypatch.setattr(zoo, "read", lambda folder: (reference, None))
+    monkeypatch.setattr(bench, "bench", lambda *args: {"rows": [1]})
+    assert cli.main(["bench", "--readme", *words]) == 1
+    out, err = capsys.readouterr()
+    assert (out, "the disk is full" in err) == ('{"rows": [1]}\n', True)
 
 
 def test_readme_shows_the_stored_result() -> None:

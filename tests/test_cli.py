@@ -210,8 +210,70 @@ def test_ctrl_c_is_130_and_keeps_saved_tokens(
     words = ["evaluate", "--main", tiny_folder, "--draft", "ngram", "--prompts", str(prompts), "--max_new_tokens", "4"]
     code, _, err = run(capsys, *words, "--save_tokens", str(saved))
     assert code == 130
-    assert "interrupted" in err
+    assert f"interrupted; the numbers are of the 1 prompts that were finished, whose tokens are in {saved}" in err
     assert [json.loads(line)["id"] for line in saved.read_text().splitlines()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench"], "interrupted; nothing is kept"),
+        (["match"], "interrupted; nothing is kept"),
+        (["sweep"], "interrupted; the parts that were finished are kept"),
+        (["distill", "--ratio", "1:4"], "interrupted; hidden states and checkpoints so far are kept"),
+        (["models"], "interrupted"),
+    ],
+)
+def test_ctrl_c_says_what_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    def stop(args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, f"_{words[0]}", stop)
+    code, _, err = run(capsys, *words)
+    assert (code, err.startswith(says), "kept" in err) == (130, True, "kept" in says), err
+
+
+def test_tokens_of_an_earlier_run_stay_until_there_are_new_ones(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "tokens.jsonl"
+    saved.write_text("earlier\n")
+    words = ["evaluate", "--main", tiny_folder, "--prompts", str(prompts), "--max_new_tokens", "4", "--save_tokens"]
+    assert run(capsys, *words, str(saved), "--draft", "5:7")[0] == 1
+    assert run(capsys, *words, str(saved), "--draft", "ngram", "--top_p", "2")[0] == 2
+    assert saved.read_text() == "earlier\n"
+    assert run(capsys, *words, str(saved), "--draft", "ngram")[0] == 0
+    assert len([json.loads(line) for line in saved.read_text().splitlines()]) == 3
+    code, _, err = run(capsys, *words, str(saved / "under_a_file"), "--draft", "5:7")
+    assert (code, "cannot be written" in err) == (1, True), err
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^\\p{L}+$", "maxLength": 3},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"enum": [1]}]}}},
+    ],
+)
+def test_a_schema_that_jsonschema_cannot_use_leaves_the_other_numbers(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, tmp_path: Path, schema: dict[str, Any]
+) -> None:
+    file, prompts = tmp_path / "schema.json", tmp_path / "mine.jsonl"
+    file.write_text(json.dumps(schema))
+    row = {"id": "a", "task": "json", "prompt": "Go.", "schema": schema}
+    prompts.write_text(json.dumps(row) + "\n")
+    words = ["evaluate", "--main", tiny_folder, "--draft", "ngram", "--prompts", str(prompts), "--json"]
+    code, out, err = run(capsys, *words, "--json_schema", str(file), "--max_new_tokens", "40")
+    assert (code, "not scored: prompt 'a': its schema cannot be used" in err) == (0, True), err
+    got = json.loads(out.splitlines()[-1])
+    assert (got["prompts"], got["metrics"]["valid_share"], got["metrics"]["quality"]) == (1, None, None)
+
+
+def test_distill_names_the_tokens_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "distill", "--ratio", "1:4", "--tokens", "10")
+    assert (code, "tokens = 10: allowed is an integer >= 2048" in err) == (2, True), err
 
 
 def test_tasks_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,10 +144,30 @@ def test_match_prints_a_line_per_draft_and_task(
     assert cli.main([*words, "--drafts", "1:4"]) == 1
 
 
-@pytest.mark.parametrize("words", [["--prompts", "0"], ["--max_new_tokens", "0"], ["--draft_length", "0"]])
+def test_what_is_undefined_is_null_and_a_dash(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, main: zoo.Main
+) -> None:
+    monkeypatch.setattr(zoo, "load_main", lambda: main)
+    monkeypatch.setattr(tasks, "load_prompts", lambda task, limit: [Prompt("a", task, "Hello.")])
+    words = ["match", "--prompts", "1", "--max_new_tokens", "2", "--drafts", "grammar", "none", "--json"]
+    assert cli.main(words) == 0
+    out, err = capsys.readouterr()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(out.splitlines()[-1], parse_constant=refuse)["match"]
+    assert {line["draft"]: (line["alpha"], line["alpha_low"]) for line in found} == dict.fromkeys(
+        ("grammar", "none"), (None, None)
+    )
+    assert "α – (– … –)" in err
+    assert "nan" not in err
+
+
+@pytest.mark.parametrize("words", [["--prompts", "0"], ["--max_new_tokens", "1"], ["--draft_length", "0"]])
 def test_match_refuses_bad_arguments(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert cli.main(["match", *words]) == 2
-    assert f"{words[0][2:]} = 0" in capsys.readouterr().err
+    assert f"{words[0][2:]} = {words[1]}" in capsys.readouterr().err
 
 
 # ---- spans
@@ -245,16 +265,22 @@ def test_positions_split_the_output(
         (["positions", "--tasks", "poems"], 2, "poems"),
         (["lengths", "--drafts", "5:7", "--lengths", "9"], 1, "no model '5:7'"),
         (["lengths", "--lengths", "9999"], 2, "lengths = (9999,)"),
+        (["lengths", "--lengths", "64", "100", "--max_new_tokens", "100000"], 2, "max_new_tokens = 100000"),
+        (["lengths", "--lengths", "64", "100", "--max_new_tokens", "100000"], 2, "for prompts of 100 tokens"),
+        (["lengths", "--drafts", "5:7", "--results", f"{__file__}/r"], 1, "r/prompt_length.parquet: cannot be written"),
+        (["positions", "--drafts", "5:7", "--figures", f"{__file__}/f"], 1, "output_position.svg: cannot be written"),
     ],
 )
 def test_bad_arguments_are_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     main: zoo.Main,
+    tmp_path: Path,
     words: list[str],
     code: int,
     says: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where other settings' results go
     monkeypatch.setattr(zoo, "load_main", lambda: main)
     got = cli.main(["study", *words])
     err = capsys.readouterr().err
