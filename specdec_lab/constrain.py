@@ -54,7 +54,11 @@ class Source:
         """
         if not isinstance(schema, dict | bool):
             raise DataError(f"{name}: a JSON schema is an object, true or false, this is {type(schema).__name__}")
-        text, form = json.dumps({} if schema is True else schema), None if schema is False else JSON_FORM
+        try:
+            text = json.dumps({} if schema is True else schema, allow_nan=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"{name}: not a JSON schema ({error})") from error
+        form = None if schema is False else JSON_FORM
         return cls(_llguidance().LLMatcher.grammar_from_json_schema(text, defaults=form), name, schema)._checked()
 
     @classmethod

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -108,7 +110,7 @@ class Recipe:
 
 
 RECIPES = {
-    "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, ((6e-4, 1_400_000), (2e-4, 300_000))),
+    "1:2": Recipe((0, 3, 6, 9, 12, 15, 17, 20, 23, 26, 29), 1536, ((6e-4, 1_400_000),)),
     "1:3": Recipe((0, 7, 15, 22, 29), 1400, ((8e-4, 3_000_000), (4e-4, 1_100_000))),
     "1:4": Recipe((0, 29), 1024, ((1e-3, 4_000_000), (6e-4, 2_500_000))),
     "feature": Recipe((0, 29), 1024, ((5e-4, 1_600_000),), batch_tokens=1024, rollouts=(2,), start="1:4"),
@@ -148,6 +150,9 @@ def draft_from(main: Any, recipe: Recipe) -> Any:
         trained = zoo.read_draft(recipe.start).weights
         prefix = "body." if recipe.rollouts else ""
         own = {key.replace("model.", prefix): weight for key, weight in trained.items() if key != "placeholders"}
+        ours = {key: weight.shape for key, weight in _own(made).items() if key not in ("fuse.weight", "placeholders")}
+        fits = ours == {key: weight.shape for key, weight in own.items() if key != "fuse.weight"}
+        require("start", recipe.start, fits, "a bundled draft of the recipe's layers and width")
         made.load_state_dict(own, strict=False)
     return made
 
@@ -231,9 +236,15 @@ def cache_hidden_states(
     folder.mkdir(parents=True, exist_ok=True)
     label = {"main": main.fingerprint, "dtype": str(main.model.dtype), **asdict(corpus)}
     manifest = folder / "corpus.json"
-    if manifest.exists() and json.loads(manifest.read_text()) != json.loads(json.dumps(label)):
+    try:
+        known = json.loads(manifest.read_text()) if manifest.exists() else None
+    except ValueError as error:
+        raise DataError(f"{manifest} is broken ({error}); delete it if the shards there are this corpus'") from error
+    if known is not None and known != json.loads(json.dumps(label)):
         raise ModelError(f"{folder} holds the hidden states of another model or corpus; move it away or name another")
-    manifest.write_text(json.dumps(label, indent=1))
+    scratch = manifest.with_suffix(".tmp")
+    scratch.write_text(json.dumps(label, indent=1))
+    os.replace(scratch, manifest)
     for name, sequences in _shards(main, corpus):
         shard = folder / f"{name}.npz"
         if shard.exists():
@@ -334,7 +345,7 @@ def read_texts(folder: Path) -> list[Text]:
         try:
             with np.load(shard) as stored:
                 tokens, lengths, prompts, hidden = (stored[k] for k in ("tokens", "lens", "plens", "hidden"))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise DataError(f"the shard {shard} cannot be read ({error}); delete it to make it anew") from error
         ends = np.cumsum(lengths)
         for end, length, prompt in zip(ends, lengths, prompts, strict=True):
@@ -461,12 +472,22 @@ class Trainer:
         }
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, scratch)
-        os.replace(scratch, self.checkpoint)
+        try:
+            torch.save(state, scratch)
+            os.replace(scratch, self.checkpoint)
+        except (OSError, RuntimeError) as error:  # torch tells a full disk as the latter
+            scratch.unlink(missing_ok=True)
+            raise DataError(
+                f"cannot write the checkpoint {self.checkpoint}: {error}; the last good one is kept"
+            ) from error
 
     def _resume(self) -> None:
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        if state["recipe"] != asdict(self.recipe):
+        try:
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            recipe = state["recipe"]
+        except (OSError, RuntimeError, EOFError, KeyError, TypeError, UnpicklingError) as error:
+            raise ModelError(f"the checkpoint {self.checkpoint} is broken; move it away to start anew") from error
+        if recipe != asdict(self.recipe):
             raise ModelError(f"the checkpoint {self.checkpoint} is of another recipe; move it away to start anew")
         self.draft.load_state_dict(state["draft"], strict=False)
         self._divide(state["frequent"])

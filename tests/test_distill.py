@@ -16,6 +16,7 @@ from specdec_lab.distill import (
     Recipe,
     Text,
     Trainer,
+    _write_shard,
     cache_hidden_states,
     draft_from,
     greedy_match,
@@ -230,3 +231,52 @@ def test_bad_recipes_name_the_field() -> None:
     with pytest.raises(SettingError, match="parallel"):
         Recipe((0, 1), 64, ((1e-3, 10_000),), parallel=True)
     assert json.dumps(dataclasses.asdict(RECIPE))
+
+
+@pytest.mark.parametrize("keep", [0, 0.5, -1])
+def test_a_broken_shard_is_named(keep: float, texts: list[Text], tmp_path: Path) -> None:
+    _write_shard(tmp_path / "a.npz", [(t.tokens.tolist(), t.prompt, t.hidden) for t in texts[:3]])
+    whole = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(whole[: -1 if keep < 0 else int(keep * len(whole))])
+    with pytest.raises(DataError, match=r"a\.npz.*delete it"):
+        read_texts(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
+def test_a_broken_checkpoint_is_named(content: bytes | None, teacher: Any, texts: list[Text], tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    if content is None:
+        torch.save({"other": 1}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"c\.pt is broken"):
+        Trainer(teacher, RECIPE, texts, path)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
+    teacher: Any, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(teacher, RECIPE, texts, tmp_path / "c.pt")
+    trainer.save()
+    good = (tmp_path / "c.pt").read_bytes()
+
+    def full(state: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(DataError, match="last good one is kept"):
+        trainer.save()
+    assert (tmp_path / "c.pt").read_bytes() == good
+    assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
+
+
+def test_a_start_of_another_shape_is_refused(teacher: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_draft(draft_from(teacher, RECIPE), torch.arange(259), "main", tmp_path / "1-4")
+    monkeypatch.setattr(zoo, "DRAFTS", tmp_path)
+    started = draft_from(teacher, dataclasses.replace(RECIPE, start="1:4"))
+    stored = zoo.read_draft("1:4").weights["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(started.layers[0].mlp.up_proj.weight, stored)
+    for other in ({"layers": (1,)}, {"width": 40}):
+        with pytest.raises(SettingError, match="start = '1:4'"):
+            draft_from(teacher, dataclasses.replace(RECIPE, start="1:4", **other))

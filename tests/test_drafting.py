@@ -322,3 +322,16 @@ def test_a_new_drafter_needs_one_method() -> None:
     out = Decoder(main, Echo(), 3).generate(prompt, max_new_tokens=30)
     assert out.tokens == Decoder(main).generate(prompt, max_new_tokens=30).tokens
     assert all(step.drafted == [step.drafted[0]] * len(step.drafted) for step in out.trace.steps if step.drafted)
+
+
+def test_a_row_far_behind_catches_up_beside_a_long_one() -> None:
+    """The block that feeds it takes as many slots of the long row, which has fewer left."""
+    model = tiny(0)
+    long, text = [1, 2, 3] * 6, [4, 5, 6, 7] * 4
+    cache, alone = model.new_cache(2, 20), model.new_cache(1, 20)
+    feed(model, cache, [long, []])
+    last, wanted = feed(model, cache, [[], text]), feed(model, alone, [text])
+    assert last is not None
+    assert wanted is not None
+    assert cache.lengths == [18, 16]
+    assert torch.allclose(last[1], wanted[0], atol=1e-5)

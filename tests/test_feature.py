@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_lab.decoding import Decoder
 from specdec_lab.distill import FeatureLayers, Recipe
-from specdec_lab.drafting import FeatureDraft, Row, Tree
+from specdec_lab.drafting import FeatureDraft, Row, Tree, feature
 from specdec_lab.drafting.feature import _most_probable
 from specdec_lab.errors import SettingError
 from specdec_lab.models.llama import FeatureModel, LlamaModel
@@ -200,6 +200,22 @@ def test_a_tree_is_the_most_probable_part_of_all_continuations(main: LlamaModel)
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     assert max(map(len, wanted)) > 1  # the test would be idle on a tree of one level
     assert set(paths) == set(wanted)
+
+
+def test_a_row_far_behind_catches_up_beside_a_long_one(main: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a hybrid leaves it behind, whose free drafts serve one row for long; there is no room to read all at once."""
+    monkeypatch.setattr(feature, "MAX_LEVELS", 1)
+    model, long, text = model_of(layers(main), main), [*TOKENS, *TOKENS, *TOKENS], [*TOKENS[::-1], *TOKENS]
+    draft, alone = FeatureDraft(model, 8), FeatureDraft(model, 8)
+    rows = [row(long), row(text[:2])]
+    draft.start(rows, 36, [states(main, long)[:-1], states(main, text[:2])[:-1]])
+    draft.propose(rows, [1, 1])
+    hidden = states(main, [*text, 0])
+    rows[1].tokens[:] = text
+    draft._pending[1] = hidden[1:19]
+    alone.start([row(text)], 64, [hidden[:19]])
+    tree, wanted = draft.propose(rows, [0, 4]), alone.propose([row(text)], [4])
+    assert torch.equal(tree.tokens[1], wanted.tokens[0])
 
 
 def test_rows_get_the_tree_they_have_room_for() -> None:

@@ -379,7 +379,7 @@ def test_hybrids_by_name(tiny_folder: str, tiny_draft_folder: str) -> None:
     main = load_main(tiny_folder, device="cpu", dtype="float32")
     hybrid = load_drafter(f"ngram+{tiny_draft_folder}", main)
     assert isinstance(hybrid, Hybrid)
-    assert isinstance(hybrid.model, DraftModel)
+    assert isinstance(hybrid.partner, DraftModel)
     assert drafter_fingerprint(f"ngram+{tiny_draft_folder}") == "ngram+" + drafter_fingerprint(tiny_draft_folder)
     prompt = [5, 6, 7, 5, 6, 7, 5]
     drafted = Decoder(main.model, hybrid, 4).generate(prompt, max_new_tokens=20)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -9,13 +10,13 @@ from torch import Tensor
 
 from specdec_lab.drafting.chain import draft_chain
 from specdec_lab.drafting.protocol import Drafter, Row, Tree
-from specdec_lab.errors import require
+from specdec_lab.errors import require, whole
 from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import CHUNK
 from specdec_lab.models.llama import FeatureModel
 
 MAX_LEVELS = 64  # of a tree
-DEPTH_COST = 1e-4  # subtracted from the log-probability at each level, so that no child ties with its parent
+DEPTH_COST = 1e-4  # taken off the log-probability at each level, at any scale: no child ties with its parent
 
 
 class FeatureDraft(Drafter):
@@ -32,11 +33,12 @@ class FeatureDraft(Drafter):
     """
 
     reads_hidden = True
+    model: FeatureModel
 
     def __init__(self, model: FeatureModel, vocab_size: int, branches: int = 1, confidence: float = 0.0) -> None:
-        require("branches", branches, 1 <= branches <= 16, "1 … 16")
+        require("branches", branches, whole(branches) and 1 <= branches <= 16, "1 … 16")
         require("branches", branches, branches == 1 or model.placeholders is None, "1 for a draft of one forward")
-        require("confidence", confidence, 0 <= confidence < 1, "0 (off) … 1")
+        require("confidence", confidence, isinstance(confidence, Real) and 0 <= confidence < 1, "0 (off) … 1")
         self.model, self.name, self.vocab_size = model, model.name, vocab_size
         self.branches, self.confidence = branches, confidence
         self.context_length = model.context_length
@@ -57,13 +59,9 @@ class FeatureDraft(Drafter):
         """Prefill the entries of all prompt tokens but the last."""
         self.cache = None  # let go of the old one first
         self.cache = self.model.new_cache(len(rows), max_len + MAX_LEVELS * self.branches)
-        tokens = [row.tokens[1:-1] for row in rows]
-        for begin in range(0, max(map(len, tokens)), CHUNK):
-            pieces = [ids[begin : begin + CHUNK] for ids in tokens]
-            states = [h[begin : begin + len(ids)] for h, ids in zip(hidden, pieces, strict=True)]
-            self.model.run(self._inputs(pieces, states), self.cache)
-            self.cache.advance([len(ids) for ids in pieces])
-        self._pending = [states[-1:] for states in hidden]
+        self._pending = list(hidden)
+        while max(len(states) for states in self._pending) > 1:
+            self._read(rows, [min(CHUNK, max(0, len(states) - 1)) for states in self._pending])
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tree:
         """Draft up to lengths[r] tokens for each row; none for a row without any hidden state yet."""
@@ -95,18 +93,30 @@ class FeatureDraft(Drafter):
         Returns the hidden states [rows, 1 + ahead, hidden_size] of each row's last token and the placeholders.
         """
         assert self.cache is not None, "start() comes first"
+        # a block takes as many slots of every row: beside a long row, one that is far behind catches up in parts
+        room = max(1, min(CHUNK, self.cache.max_len - max(self.cache.lengths) - ahead))
+        while max(map(len, self._pending)) > room:
+            self._read(rows, [min(room, max(0, len(states) - room)) for states in self._pending])
         counts = [len(states) for states in self._pending]
-        x = self._inputs([row.tokens[-n:] if n else [] for row, n in zip(rows, counts, strict=True)], self._pending)
-        index = torch.arange(len(rows), device=x.device)[:, None]
-        ends = torch.tensor([[max(n - 1, 0)] for n in counts], device=x.device) + torch.arange(1 + ahead).to(x.device)
+        ends = torch.tensor([[max(n - 1, 0)] for n in counts]) + torch.arange(1 + ahead)  # [rows, 1 + ahead]
+        hidden = self._read(rows, counts, ahead)
+        return hidden[torch.arange(len(rows))[:, None], ends]
+
+    def _read(self, rows: Sequence[Row], counts: Sequence[int], ahead: int = 0) -> Tensor:
+        """One forward over the next counts[r] pending entries of each row, and `ahead` placeholders behind them."""
+        assert self.cache is not None
+        begins = [len(row.tokens) - len(states) for row, states in zip(rows, self._pending, strict=True)]
+        tokens = [row.tokens[b : b + n] for row, b, n in zip(rows, begins, counts, strict=True)]
+        x = self._inputs(tokens, [states[:n] for states, n in zip(self._pending, counts, strict=True)])
         if ahead:
             assert self.model.placeholders is not None
             x = F.pad(x, (0, 0, 0, ahead))
-            x[index, ends[:, 1:]] = self.model.placeholders[:ahead]
+            index = torch.tensor(counts)[:, None] + torch.arange(ahead)  # [rows, ahead]
+            x[torch.arange(len(rows))[:, None], index] = self.model.placeholders[:ahead]
         hidden = self.model.run(x, self.cache)
         self.cache.advance(counts)
-        self._pending = [states[:0] for states in self._pending]
-        return hidden[index, ends]
+        self._pending = [states[n:] for states, n in zip(self._pending, counts, strict=True)]
+        return hidden
 
     def _inputs(self, tokens: Sequence[Sequence[int]], states: Sequence[Tensor]) -> Tensor:
         """Entries [rows, n, hidden_size], shorter rows padded behind."""
@@ -156,7 +166,7 @@ class FeatureDraft(Drafter):
         fed = at[:, :0]  # parents of the nodes in the cache, [rows, behind]
         for level in range(min(most, MAX_LEVELS)):
             score, token = self._top(rows, hidden, paths)  # [rows, nodes read, k]
-            score = reach[..., None] + score - DEPTH_COST
+            score = reach[..., None] * (1 + DEPTH_COST) + score - DEPTH_COST
             first = sum(part.shape[1] for part in tokens)
             tokens.append(token.flatten(1))
             scores.append(score.flatten(1))
@@ -180,7 +190,7 @@ class FeatureDraft(Drafter):
 
     def _top(self, rows: Sequence[Row], hidden: Tensor, paths: Sequence[Sequence[list[int]]]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids [rows, nodes, branches] of the most probable children; hidden: [rows, nodes, …]."""
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(hidden).clone()  # what comes of a forward must not be written to
         vocabulary = self.model.vocabulary
         for row, scores, known in zip(rows, logits, paths, strict=True):
             if row.constraint:

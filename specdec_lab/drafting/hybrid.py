@@ -64,7 +64,8 @@ class Hybrid(Drafter):
 
     def __init__(self, free: NGram, model: Drafter, step_cost: float = 0.03) -> None:
         require("step_cost", step_cost, 0 <= step_cost <= 10, "0 … 10")
-        self.free, self.model, self.step_cost = free, model, step_cost
+        self.free, self.partner, self.step_cost = free, model, step_cost
+        self.model = model.model
         self.name = f"{free.name}+{model.name}"
         self.reads_hidden = model.reads_hidden
         self._known: list[_Known] = []  # of each row
@@ -72,17 +73,17 @@ class Hybrid(Drafter):
     @property
     def nbytes(self) -> int:
         """Bytes of weights it adds to the main model's."""
-        return self.model.nbytes
+        return self.partner.nbytes
 
     @property
     def cache_nbytes(self) -> int:
         """Bytes of its KV cache."""
-        return self.model.cache_nbytes
+        return self.partner.cache_nbytes
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """New sequences; what was learned of the old ones is forgotten."""
         self.free.start(rows, max_len, hidden)
-        self.model.start(rows, max_len, hidden)
+        self.partner.start(rows, max_len, hidden)
         self._known = [_Known() for _ in rows]
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tree:
@@ -90,11 +91,11 @@ class Hybrid(Drafter):
         assert len(self._known) == len(rows), "start() comes first"
         asked = []
         for row, known, match, length in zip(rows, self._known, self.free.matches(rows, lengths), lengths, strict=True):
-            limit = self.model.context_length
+            limit = self.partner.context_length
             room = length if limit is None else max(0, min(length, limit - len(row.tokens)))
             known.match, known.before = match, len(row.tokens)
             asked.append(0 if self._prefers_free(known, room) else room)
-        tree = self.model.propose(rows, asked)
+        tree = self.partner.propose(rows, asked)
         for known, parents in zip(self._known, tree.parents.tolist(), strict=True):
             known.parents = tuple(parent for parent in parents if parent >= -1)
             known.depth = max(known.depth, _depth(known.parents))
@@ -116,12 +117,12 @@ class Hybrid(Drafter):
             if known.parents:
                 at = path[-1] if path else -1
                 known.model.add(len(path), len(path) + (at in known.parents))  # a child of `at` was tried in vain
-        self.model.observe(rows, paths, hidden)
+        self.partner.observe(rows, paths, hidden)
 
     def drop(self, row: int) -> None:
         """Row `row` has finished; the last row takes its index."""
         self.free.drop(row)
-        self.model.drop(row)
+        self.partner.drop(row)
         self._known[row] = self._known[-1]
         self._known.pop()
 

@@ -1,6 +1,7 @@
 """A draft model: a smaller causal LM with a KV cache of its own."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 from torch import Tensor
 
@@ -19,9 +20,11 @@ class DraftModel(Drafter):
     whose q is one-hot. The cache holds a prefix of the committed tokens after every step.
     """
 
+    model: Model
+
     def __init__(self, model: Model, vocab_size: int | None = None, confidence: float = 0.0) -> None:
         """vocab_size: the main model's, where padding makes it differ from the draft's. confidence: see draft_chain."""
-        require("confidence", confidence, 0 <= confidence < 1, "0 (off) … 1")
+        require("confidence", confidence, isinstance(confidence, Real) and 0 <= confidence < 1, "0 (off) … 1")
         self.confidence = confidence
         self.model, self.name = model, model.name
         self.vocab_size = vocab_size or model.vocab_size

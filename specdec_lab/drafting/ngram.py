@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from specdec_lab.drafting.protocol import Drafter, Row, Tree, chains
-from specdec_lab.errors import require
+from specdec_lab.errors import require, whole
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class NGram(Drafter):
     name = "ngram"
 
     def __init__(self, longest: int = 8, shortest: int = 1) -> None:
-        require("longest", longest, 1 <= longest <= 16, "1 … 16")
-        require("shortest", shortest, 1 <= shortest <= longest, f"1 … longest ({longest})")
+        require("longest", longest, whole(longest) and 1 <= longest <= 16, "1 … 16")
+        require("shortest", shortest, whole(shortest) and 1 <= shortest <= longest, f"1 … longest ({longest})")
         self.longest, self.shortest = longest, shortest
         self._texts: list[_Index] = []  # of each row
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec_lab.constrain import Constraint
+from specdec_lab.models.protocol import Model
 from specdec_lab.sampling import Sampling
 
 
@@ -58,6 +59,7 @@ class Drafter:
 
     name = "none"
     context_length: int | None = None  # most tokens it can look at; None = any number
+    model: Model | None = None  # the model it drafts with, if any
     reads_hidden = False  # whether start and observe need the main model's hidden states
 
     @property

@@ -18,15 +18,19 @@ def feed(
     chunk: int = CHUNK,
     kept: list[list[Tensor]] | None = None,
 ) -> Tensor | None:
-    """Append `tokens[row]` to each active row of the cache, at most `chunk` at a time.
+    """Append `tokens[row]` to each active row of the cache, at most `chunk` at a time, and no more than fit.
 
     kept: a list per row that gains the hidden states [n, hidden_size] of its tokens, chunk by chunk.
     Returns the hidden state of each row's last token [rows, hidden_size] (undefined for a row given none), or
     None when no row was given any.
     """
     last: Tensor | None = None
-    for start in range(0, max(map(len, tokens), default=0), chunk):
-        pieces = [list(row[start : start + chunk]) for row in tokens]
+    start, longest = 0, max(map(len, tokens), default=0)
+    while start < longest:
+        # a block takes as many slots of every row: beside a long row, one that is far behind catches up in parts
+        end = start + max(1, min(chunk, cache.max_len - max(cache.lengths)))
+        pieces = [list(row[start:end]) for row in tokens]
+        start = end
         width = max(map(len, pieces))
         block = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=model.device)
         hidden = model.forward(block, cache)  # [rows, width, hidden_size]

@@ -52,7 +52,9 @@ class Linear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight as stored."""
+        """Bytes of the weight as stored, padding and scales of an int8 one included."""
+        if self.layout == "int8":
+            return self.weight.nbytes + self.scale.nbytes
         return self.out_features * self.in_features * self.weight.element_size()
 
     def nbytes_beside(self, other: Tensor) -> int:

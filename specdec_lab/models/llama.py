@@ -6,7 +6,6 @@ values are never expanded. It takes a config and tensors; it does not know files
 """
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ class LlamaModel:
         else:
             tied, self.embedding = True, shares.embedding
             if vocabulary is None:
-                self.head = shares.int8_head if int8 else shares.head
+                self.head = shares.head
             else:
                 self.head = _product(self.embedding[vocabulary], None, "packed", layout)
         self.vocabulary = vocabulary
@@ -106,11 +105,6 @@ class LlamaModel:
         self.embedding_parameters = self.embedding.numel() * (1 if tied else 2)
         own = sum(w.numel() for key, w in weights.items() if "embed_tokens" not in key and "lm_head" not in key)
         self.parameters = own + self.embedding_parameters
-
-    @cached_property
-    def int8_head(self) -> Linear:
-        """The head rounded to int8, for the drafts that share it."""
-        return Linear(self.embedding, None, "int8")
 
     @property
     def nbytes(self) -> int:

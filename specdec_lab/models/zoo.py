@@ -98,6 +98,8 @@ def load_drafter(name: str, main: Main, **options: Any) -> Drafter:
         return FeatureDraft(_load_bundled_draft(name, main, FeatureModel), main.model.vocab_size, **options)
     if name.startswith(HYBRID):
         partner = name.removeprefix(HYBRID)
+        if not partner:
+            raise UnknownNameError("draft", name, listing())
         return Hybrid(NGram(), load_drafter(partner, main, **options), STEP_COST.get(partner, STEP_COST["1:4"]))
     if name == main.name:  # a model that drafts for itself: the most that acceptance can reach
         return DraftModel(main.model)
@@ -229,7 +231,8 @@ def _find(name: str) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelError(
             f"no model {name!r}: it is no file or folder here, and a hub id reads owner/name; "
-            f"there is: {BUNDLED} (main), {', '.join(RATIOS)}, ngram, none (drafts)"
+            f"there is: {BUNDLED} (main), {', '.join((*RATIOS, *FEATURES))}, ngram, ngram+1:4 and its like, grammar, "
+            "none (drafts)"
         )
     from huggingface_hub import snapshot_download
 
