@@ -412,6 +412,7 @@ def _evaluate(args: argparse.Namespace) -> Any:
         known = [value for i in chosen if (value := scores[i]) is not None]
         found |= {"quality": sum(known) / len(known) if known else None, "scored": len(known)}
         held = [answer for i in chosen if (answer := valid[i]) is not None]
+        found |= _speedup_interval([(made[i][1].trace, made[i][0].trace) for i in chosen])
         return found | {"valid_share": sum(held) / len(held) if held else None}
 
     def metrics_by_task(chosen: Sequence[int]) -> dict[str, Any]:
@@ -630,9 +631,28 @@ def _say(args: argparse.Namespace, line: str) -> None:
     print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
 
 
+def _speedup_interval(traces: Sequence[tuple[Any, Any]]) -> dict[str, float | None]:
+    """The 95 % interval of `speculative_speedup` over prompts, of (drafting, plain) traces; None for too few."""
+    import math
+
+    from specdec_lab.metrics import totals
+    from specdec_lab.statistics import ratio_interval
+
+    names = ("speculative_speedup_low", "speculative_speedup_high")
+    if not traces:
+        return dict.fromkeys(names)
+    ours, plain = ([totals([pair[side]]) for pair in traces] for side in (0, 1))
+    found = ratio_interval(
+        [t.emitted for t in ours], [t.decode_s for t in ours], [t.emitted for t in plain], [t.decode_s for t in plain]
+    )
+    return {n: bound if math.isfinite(bound) else None for n, bound in zip(names, (found.low, found.high), strict=True)}
+
+
 def _line(metrics: dict[str, Any]) -> str:
     shown = {
         "speculative_speedup": "speed-up {:.2f}×",
+        "speculative_speedup_low": "({:.2f} …",
+        "speculative_speedup_high": "{:.2f})",
         "throughput": "{:.1f} tokens/s",
         "acceptance_probability": "α {:.3f}",
         "draft_acceptance_rate": "accepted/drafted {:.3f}",

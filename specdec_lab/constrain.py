@@ -201,9 +201,9 @@ class Constraint:
     def __init__(self, grammar: Grammar, eos: Collection[int], vocab_size: int, device: torch.device | str) -> None:
         self.grammar, self.vocab_size, self.device = grammar, vocab_size, device
         self.eos = frozenset(token for token in eos if 0 <= token < vocab_size)
-        self._matcher = grammar.matcher()
         self._committed: list[int] = []
-        self._path: tuple[int, ...] = ()  # consumed by the matcher behind the committed tokens
+        self._matchers: dict[tuple[int, ...], Any] = {(): grammar.matcher()}  # by path; None where it is refused
+        self._reason = ""  # why the last refusal, as far as llguidance says
         self._ended = False
         self._masks: dict[tuple[int, ...], Tensor] = {}
         self._anything = torch.ones(vocab_size, dtype=torch.bool, device=device)
@@ -234,10 +234,12 @@ class Constraint:
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens to the committed ones; raises ModelError when the grammar cannot go on from there."""
         count = next((i for i, token in enumerate(tokens) if token in self.eos), len(tokens))
-        if not self._go(tuple(tokens[:count])):
-            raise self._stuck("the grammar refuses what follows")
+        matcher = self._at(tuple(tokens[:count]))
+        if matcher is None:
+            raise self._stuck(self._reason or "the grammar refuses what follows")
         self._committed += tokens[:count]
-        self._path, self._ended = (), self._ended or count < len(tokens)
+        self._ended = self._ended or count < len(tokens)
+        self._matchers = {(): matcher}
         self._masks.clear()
 
     def _over(self, path: Sequence[int]) -> bool:
@@ -245,43 +247,42 @@ class Constraint:
 
     def _mask(self, path: tuple[int, ...]) -> Tensor:
         over = self._over(path)
-        if not over and not self._go(path):
+        matcher = None if over else self._at(path)
+        if not over and matcher is None:
             return self._anything
         mask = np.zeros(self.vocab_size, dtype=bool)
-        if not over:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher is not None:
+            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             known = np.unpackbits(bits, bitorder="little")[: min(self.vocab_size, self.grammar.tokens.vocab_size)]
             mask[: len(known)] = known
             mask[[token for token in (*self.eos, *self.grammar.tokens.eos_tokens) if token < self.vocab_size]] = False
-        if over or self._matcher.is_accepting():
+        if matcher is None or matcher.is_accepting():
             mask[list(self.eos)] = True
-        if mask.any() and not self._matcher.is_error():
+        if mask.any() and not (matcher is not None and matcher.is_error()):
             return torch.from_numpy(mask).to(self.device)
         if not path:
-            raise self._stuck("the vocabulary has no token that continues it")
+            told = _one_line(matcher.get_error()) if matcher is not None else ""
+            raise self._stuck(told or "the vocabulary has no token that continues it")
         return self._anything
 
-    def _stuck(self, otherwise: str) -> ModelError:
-        reason = _one_line(self._matcher.get_error()) or otherwise
+    def _stuck(self, reason: str) -> ModelError:
         return ModelError(f"{self.grammar.name}: cannot go on after {len(self._committed)} tokens ({reason})")
 
-    def _go(self, path: tuple[int, ...]) -> bool:
-        """Move the matcher to `path`; returns whether the grammar takes all of it."""
-        if self._matcher.is_error():  # beyond a limit on some other path: it stays so, a fresh one need not
-            self._matcher, self._path = self.grammar.matcher(), ()
-            self._matcher.try_consume_tokens(self._committed)
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(path, self._path, strict=False)) if a != b),
-            min(len(path), len(self._path)),
-        )
-        if len(self._path) > shared:
-            self._matcher.rollback(len(self._path) - shared)
-        known = self.grammar.tokens.vocab_size
-        ahead = path[shared:]
-        end = next((i for i, token in enumerate(ahead) if not 0 <= token < known), len(ahead))
-        taken = self._matcher.try_consume_tokens(list(ahead[:end]))
-        self._path = path[: shared + taken]
-        return taken == len(ahead)
+    def _at(self, path: tuple[int, ...]) -> Any:
+        """A matcher behind the committed tokens and `path`; None where the grammar refuses that.
+
+        A copy for every path: copying takes microseconds, and a matcher that is rolled back (llguidance 1.9.1) may
+        go on with masks of the tokens it took back.
+        """
+        if path not in self._matchers:
+            before, token = self._at(path[:-1]), path[-1]
+            after = None
+            if before is not None and 0 <= token < self.grammar.tokens.vocab_size:
+                after = before.deep_copy()
+                if after.try_consume_tokens([token]) != 1 or after.is_error():
+                    self._reason, after = _one_line(after.get_error()), None
+            self._matchers[path] = after
+        return self._matchers[path]
 
 
 def masked(logits: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_lab.acceptance import Rule, Verdict, rule
@@ -137,6 +138,7 @@ def _judge(scores: Tensor, rows: Sequence[Active], tree: Tree, accept: Rule) -> 
     p = distribution(scores, sampling)
     nodes = (tree.parents >= -1).sum(1)  # [rows]
     u = uniforms([row.generator for row in rows], (nodes + 1).tolist(), scores.device)
+    u = F.pad(u, (0, tree.size + 1 - u.shape[1]))  # where the longest row of a tree does not fill it
     u = torch.cat([u[:, : tree.size], u.gather(1, nodes[:, None])], 1)  # [rows, n + 1], the next token's last
     return accept(tree.tokens, tree.parents, p, tree.q, u), p
 

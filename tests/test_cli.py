@@ -64,8 +64,10 @@ def test_evaluate_reports_every_metric_per_task_and_saves_tokens(
     assert got["prompts"] == 3
     assert got["settings"]["seed"] == 3
     assert set(got["by_task"]) == {"prose", "json"}
-    assert set(got["metrics"]) == {*METRICS, "quality", "scored", "valid_share"}
+    bounds = {"speculative_speedup_low", "speculative_speedup_high"}
+    assert set(got["metrics"]) == {*METRICS, *bounds, "quality", "scored", "valid_share"}
     assert got["metrics"]["speculative_speedup"] > 0
+    assert {got["metrics"][bound] for bound in bounds} == {None}  # of three prompts
     assert got["metrics"]["quality"] is None  # of two tasks
     assert got["by_task"]["prose"]["scored"] == 2
     assert got["by_task"]["prose"]["quality"] > 0  # mean negative log-likelihood
@@ -127,6 +129,15 @@ def test_generate_under_a_constraint(
     _, out, err = run(capsys, *words, "--json_schema", str(schema), "--max_new_tokens", "12")
     assert json.loads(out.splitlines()[-1])["valid"] is False
     assert f"the output ends at max_new_tokens = 12, before {schema} is satisfied" in err
+
+
+def test_evaluate_gives_an_interval_over_prompts(
+    capsys: pytest.CaptureFixture[str], tiny_folder: str, tiny_draft_folder: str
+) -> None:
+    words = ["evaluate", "--main", tiny_folder, "--draft", tiny_draft_folder, "--prompts", "code", "--limit", "6"]
+    got = json.loads(run(capsys, *words, "--max_new_tokens", "6", "--json")[1].splitlines()[-1])["metrics"]
+    low, high = got["speculative_speedup_low"], got["speculative_speedup_high"]
+    assert 0 < low < got["speculative_speedup"] < high
 
 
 def test_evaluate_with_each_rows_own_schema(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from test_feature import layers, model_of
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
@@ -18,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec_lab.constrain import Constraint, Grammar, Source, masked, read_lark, read_schema
 from specdec_lab.decoding import Decoder
-from specdec_lab.drafting import Drafter, DraftModel, GrammarDrafter, NGram, Row, Tree
+from specdec_lab.drafting import Drafter, DraftModel, FeatureDraft, GrammarDrafter, NGram, Row, Tree
 from specdec_lab.errors import DataError, ModelError, SettingError, SpecdecError
 from specdec_lab.models import zoo
 from specdec_lab.models.llama import LlamaModel
@@ -176,6 +177,29 @@ def test_masked_gives_a_draft_that_knows_no_allowed_token_equal_chances() -> Non
     assert logits[0].tolist() == [0, 1, no, no]
 
 
+def test_a_path_leaves_nothing_behind_for_another(byte_tokenizer: Any) -> None:
+    """A key is the last one; what closes it may be a brace, never a comma, whatever was tried before."""
+    properties = {name: {"type": "string"} for name in ("a", "b")}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    grammar = Grammar(Source.json_schema(schema), byte_tokenizer)
+    tried, fresh = (grammar.constraint((EOS,), 259, "cpu") for _ in range(2))
+    start = list(b'{"a": "x", "b": "')
+    paths = [list(text) for text in (b'y", ', b"yy", b'y"}', b"zzz", b"y", b'", "', b'z"', b"yy")]
+    for constraint in (tried, fresh):
+        constraint.commit(start)
+    for path in paths:
+        tried.allowed(path)
+    for path in paths:
+        again = grammar.constraint((EOS,), 259, "cpu")
+        again.commit(start)
+        assert torch.equal(tried.allowed(path), again.allowed(path)), bytes(path)
+    tried.commit(list(b"y"))
+    fresh.commit(list(b"y"))
+    assert torch.equal(tried.allowed(), fresh.allowed())
+    assert not tried.allowed(list(b'"'))[ord(",")]
+    assert tried.allowed(list(b'"'))[ord("}")]
+
+
 # Greedy: drafting under a constraint emits what the constrained plain loop does
 
 
@@ -203,6 +227,10 @@ DRAFTERS: dict[str, Callable[[Any, Any], Drafter]] = {
     "ngram": lambda main, small: NGram(),
     "grammar": lambda main, small: GrammarDrafter(),
     "tree": lambda main, small: Branching(),
+    "features": lambda main, small: FeatureDraft(model_of(layers(main), main, torch.arange(40, 259, 3)), 259),
+    "tree of features": lambda main, small: FeatureDraft(
+        model_of(layers(main), main, torch.arange(40, 259, 3)), 259, branches=3
+    ),
 }
 
 

@@ -21,17 +21,17 @@ VOCABULARY = torch.tensor([0, 1, 3, 4, 6, 7])
 
 
 def layers(main: LlamaModel, rollout: int = 4, parallel: bool = False, count: int = 1) -> FeatureLayers:
-    """Random layers over random_llama's hidden states, as a recipe builds them for training."""
+    """Random layers over the hidden states of `main`, as a recipe builds them for training."""
     from transformers import LlamaConfig
     from transformers import LlamaModel as Body
 
     config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=16,
+        vocab_size=main.vocab_size,
+        hidden_size=main.hidden_size,
         intermediate_size=16,
         num_hidden_layers=count,
         num_attention_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=main.context_length,
         initializer_range=0.4,
     )
     with torch.random.fork_rng():
@@ -225,7 +225,7 @@ def test_rows_get_the_tree_they_have_room_for() -> None:
     assert tree.tokens[0].tolist() == [5, 6, 7]
     assert tree.parents.tolist() == [[-1, -1, 1], [-1, -2, -2]]
     assert tree.tokens[1, 0] == 6
-    assert _most_probable(tokens, parents, scores, [4, 4], -1.0).parents.tolist() == [[-1, 0, -2, -2]] * 2
+    assert _most_probable(tokens, parents, scores, [4, 4], -1.0).parents.tolist() == [[-1, 0]] * 2  # no padding
 
 
 def test_a_confident_chain_ends_before_it_becomes_improbable(main: LlamaModel) -> None:

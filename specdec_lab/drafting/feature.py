@@ -214,4 +214,5 @@ def _most_probable(tokens: Tensor, parents: Tensor, scores: Tensor, lengths: Seq
     place.scatter_(1, torch.where(there, number, absent), rank.expand_as(number))
     parent = parents.gather(1, index)
     inside = torch.where(parent < 0, -1, place.gather(1, parent.clamp(min=0)))
-    return Tree(tokens.gather(1, index), torch.where(there, inside, -2), None)
+    used = int(there.sum(1).max())
+    return Tree(tokens.gather(1, index)[:, :used], torch.where(there, inside, -2)[:, :used], None)
