@@ -290,10 +290,11 @@ def masked(logits: Tensor, allowed: Sequence[Tensor | None]) -> Tensor:
 
     Where a draft knows none of the allowed tokens (a trimmed head gives the others −∞), they become equally likely.
     """
-    logits = logits.clone()
-    for row, mask in zip(logits, allowed, strict=True):
+    rows = list(logits)
+    for index, mask in enumerate(allowed):
         if mask is not None:
-            row[~mask] = float("-inf")
+            row = rows[index].masked_fill(~mask, float("-inf"))
             if row.max() == float("-inf"):
-                row[mask] = 0.0
-    return logits
+                row = torch.zeros_like(row).masked_fill(~mask, float("-inf"))
+            rows[index] = row
+    return torch.stack(rows)
