@@ -221,7 +221,7 @@ def test_a_token_less_is_no_padding(main: Main, broken: Path) -> None:
 @pytest.mark.parametrize("name", ["no-such-model", "./nowhere", "/no/such/folder", "a/b/c", "1:5"])
 def test_unknown_names_list_what_there_is(name: str, main: Main) -> None:
     for load in (load_main, lambda name: load_drafter(name, main), drafter_fingerprint):
-        with pytest.raises(ModelError, match=rf"no model '{name}'.*bundled.*1:2, 1:3, 1:4, feature, parallel, ngram.*none"):
+        with pytest.raises(ModelError, match=rf"no model '{name}'.*bundled.*1:2, .*feature, .*ngram.*none"):
             load(name)
 
 
