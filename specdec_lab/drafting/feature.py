@@ -45,16 +45,6 @@ class FeatureDraft(Drafter):
         self.cache: KVCache | None = None
         self._pending: list[Tensor] = []  # per row the hidden states [m, hidden_size] before its last m tokens
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights it adds to the main model's."""
-        return self.model.nbytes
-
-    @property
-    def cache_nbytes(self) -> int:
-        """Bytes of its KV cache."""
-        return self.cache.nbytes if self.cache else 0
-
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """Prefill the entries of all prompt tokens but the last."""
         self.cache = None  # let go of the old one first

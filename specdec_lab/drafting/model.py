@@ -32,16 +32,6 @@ class DraftModel(Drafter):
         self.cache: KVCache | None = None
         self._before: list[int] = []  # committed tokens of each row when its draft began
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights it adds to the main model's."""
-        return self.model.nbytes
-
-    @property
-    def cache_nbytes(self) -> int:
-        """Bytes of its KV cache."""
-        return self.cache.nbytes if self.cache else 0
-
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """Prefill all but the last token of each row that fits the draft's context."""
         self.cache = None  # let go of the old one first

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec_lab.constrain import Constraint
+from specdec_lab.models.cache import KVCache
 from specdec_lab.models.protocol import Model
 from specdec_lab.sampling import Sampling
 
@@ -60,17 +61,18 @@ class Drafter:
     name = "none"
     context_length: int | None = None  # most tokens it can look at; None = any number
     model: Model | None = None  # the model it drafts with, if any
+    cache: KVCache | None = None  # of that model
     reads_hidden = False  # whether start and observe need the main model's hidden states
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights it adds to the main model's."""
-        return 0
+        return self.model.nbytes if self.model else 0
 
     @property
     def cache_nbytes(self) -> int:
         """Bytes of its KV cache."""
-        return 0
+        return self.cache.nbytes if self.cache else 0
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """New sequences of up to max_len tokens each; forget the old ones.

@@ -383,7 +383,7 @@ def listing() -> dict[str, str]:
     return {
         BUNDLED: "main: SmolLM2-135M-Instruct, 134.5 M parameters, Apache-2.0, fetched on first use",
         **{ratio: f"draft: distilled from the bundled main, {ratio} of its parameters" for ratio in RATIOS},
-        "feature": "draft: one layer that reads the bundled main's hidden states, token by token",
+        "feature": "draft: two layers that read the bundled main's hidden states, token by token",
         "parallel": "draft: layers that read the bundled main's hidden states, all tokens at once",
         "ngram": "draft: prompt lookup, no model",
         "grammar": "draft: the tokens that a constraint forces, no model",
