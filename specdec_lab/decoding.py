@@ -100,6 +100,20 @@ def decode(
         yield from finished
 
 
+def prefill(
+    main: Model, drafter: Drafter, rows: Sequence[Active], cache: KVCache, max_len: int, chunk: int = CHUNK
+) -> None:
+    """Feed all but the last token of each row, start the drafter, and record the seconds of both."""
+    start = now(main.device)
+    kept: list[list[Tensor]] | None = [[] for _ in rows] if drafter.reads_hidden else None
+    feed(main, cache, [row.tokens[:-1] for row in rows], chunk, kept)
+    filled = now(main.device)
+    drafter.start(rows, max_len, [torch.cat(states) if states else torch.empty(0) for states in kept or ()])
+    ready = now(main.device)
+    for row in rows:
+        row.trace.prefill_s, row.trace.draft_prefill_s = filled - start, ready - filled
+
+
 def _block_parents(tree: Tree) -> Tensor | None:
     """Parents inside the verified block, whose token 0 is the root; None when every row is a full chain."""
     if tree.is_chain:
@@ -362,14 +376,7 @@ class Decoder:
             torch.cuda.reset_peak_memory_stats(self.main.device)
             held = torch.cuda.memory_allocated(self.main.device)
         cache = self.main.new_cache(len(rows), longest)
-        start = now(self.main.device)
-        kept: list[list[Tensor]] | None = [[] for _ in rows] if self.drafter.reads_hidden else None
-        feed(self.main, cache, [row.tokens[:-1] for row in rows], self.prefill_chunk, kept)
-        filled = now(self.main.device)
-        self.drafter.start(rows, longest, [torch.cat(states) if states else torch.empty(0) for states in kept or ()])
-        ready = now(self.main.device)
-        for row in rows:
-            row.trace.prefill_s, row.trace.draft_prefill_s = filled - start, ready - filled
+        prefill(self.main, self.drafter, rows, cache, longest, self.prefill_chunk)
         chosen = rule("greedy" if rows[0].sampling.greedy else "sampling")
         for row, step in decode(self.main, self.drafter, rows, cache, self.draft_length, chosen, self._cut):
             weights = self.main.nbytes + self.drafter.nbytes

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from specdec_lab.acceptance import Verdict
 from specdec_lab.bench import decoder_of
-from specdec_lab.decoding import Decoder, decode
+from specdec_lab.decoding import Decoder, decode, prefill
 from specdec_lab.drafting import Drafter
 from specdec_lab.errors import DataError, UnknownNameError, require, whole
 from specdec_lab.experiment import alternate, encode_all
 from specdec_lab.metrics import totals
 from specdec_lab.models import zoo
-from specdec_lab.models.feed import feed
 from specdec_lab.models.protocol import Model
 from specdec_lab.provenance import provenance
 from specdec_lab.statistics import Interval, ratio_interval
@@ -80,10 +79,8 @@ def along_the_greedy_path(
     rows = decoder._rows(prompts, max_new_tokens=max_new_tokens, temperature=temperature)
     everyone, longest = list(rows), max(len(row.tokens) + row.limit for row in rows) + 2
     cache = main.model.new_cache(len(rows), longest)
-    kept: list[list[Tensor]] | None = [[] for _ in rows] if drafter.reads_hidden else None
     with torch.inference_mode():
-        feed(main.model, cache, [row.tokens[:-1] for row in rows], decoder.prefill_chunk, kept)
-        drafter.start(rows, longest, [torch.cat(states) if states else torch.empty(0) for states in kept or ()])
+        prefill(main.model, drafter, rows, cache, longest)
         for _ in decode(main.model, drafter, rows, cache, 1, _follow, decoder._cut):
             pass
     return [totals([row.trace]) for row in everyone]
