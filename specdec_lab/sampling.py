@@ -79,11 +79,16 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus(p: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of most probable tokens whose mass reaches top_p."""
-    ranked, order = p.sort(dim=-1, descending=True)
+    """Keep the smallest set of most probable tokens whose mass reaches top_p.
+
+    Tokens below (1 − top_p) / vocab weigh less than 1 − top_p together, so none of them is in it: ranking the others
+    is enough.
+    """
+    count = int((p >= (1 - top_p) / p.shape[-1]).sum(-1).max())
+    ranked, order = p.topk(count, dim=-1)
     before = ranked.cumsum(-1) - ranked  # mass in front of each token; the first one always stays
-    keep = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, order, before < top_p)
-    return _renormalise(p, keep)
+    ranked = ranked.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(p).scatter_(-1, order, ranked / ranked.sum(-1, keepdim=True))
 
 
 def _renormalise(p: Tensor, keep: Tensor) -> Tensor:
