@@ -5,15 +5,16 @@ It knows nothing about tasks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_lab.acceptance import Rule, Verdict, rule
+from specdec_lab.acceptance import Acceptance, Verdict
 from specdec_lab.constrain import Grammar, masked
+from specdec_lab.control import MAX_CANDIDATES, Controller, Plan
 from specdec_lab.drafting import Drafter, Row, Tree
 from specdec_lab.errors import SettingError, require, whole
 from specdec_lab.models.cache import KVCache
@@ -23,18 +24,21 @@ from specdec_lab.sampling import Sampling, distribution, penalise, uniforms
 from specdec_lab.trace import FATES, Step, Trace, now
 
 MAX_DRAFT = 64
+MAX_NODES = 1024  # of a tree: the block that the main model verifies
 
 
 @dataclass
 class Active(Row):
     """A row that is being decoded."""
 
+    target: Sampling  # how the main model's tokens are drawn; drafts are drawn by `sampling`
     prompt_length: int
     limit: int  # most tokens it may emit
-    eos: frozenset[int]
     stop: tuple[str, ...]
     trace: Trace
     bounded_by: str = "length"  # what sets `limit`: max_new_tokens ("length") or the "context"
+    refused: int = 0  # drafts in a row that were refused as a whole
+    alone: bool = False  # the main model decodes the rest of the text
 
     @property
     def emitted(self) -> list[int]:
@@ -43,6 +47,8 @@ class Active(Row):
 
     def room(self, draft_length: int, context_length: int | None) -> int:
         """How many tokens may be drafted now: one less than may still be emitted, within the draft's context."""
+        if self.alone:
+            return 0
         room = min(draft_length, self.limit - len(self.emitted) - 1)
         return room if context_length is None else max(0, min(room, context_length - len(self.tokens)))
 
@@ -56,8 +62,21 @@ class Generation:
     trace: Trace = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Strategy:
+    """What each step is planned by and judged by."""
+
+    plan: Plan
+    accept: Acceptance = Acceptance()
+    controller: Controller | None = None
+
+    def next(self, row: Active) -> Plan:
+        """The plan of a row's next step."""
+        return self.controller.plan(self.plan, row.trace.steps) if self.controller else self.plan
+
+
 def decode(
-    main: Model, drafter: Drafter, rows: list[Active], cache: KVCache, draft_length: int, accept: Rule, cut: Any
+    main: Model, drafter: Drafter, rows: list[Active], cache: KVCache, strategy: Strategy, cut: Any
 ) -> Iterator[tuple[Active, Step]]:
     """Decode until every row has finished; yields each row's step as it happens.
 
@@ -66,7 +85,10 @@ def decode(
     """
     while rows:
         start = now(main.device)
-        lengths = [row.room(draft_length, drafter.context_length) for row in rows]
+        plans = [strategy.next(row) for row in rows]
+        for row, plan in zip(rows, plans, strict=True):
+            row.candidates = plan.candidates
+        lengths = [row.room(plan.draft_length, drafter.context_length) for row, plan in zip(rows, plans, strict=True)]
         tree = drafter.propose(rows, lengths).to(main.device)
         drafted = now(main.device)
         root = torch.tensor([[row.tokens[-1]] for row in rows], device=main.device)
@@ -74,11 +96,18 @@ def decode(
         hidden = main.forward(block, cache, _block_parents(tree))  # [rows, 1 + n, hidden_size]
         logits = main.logits(hidden)  # [rows, 1 + n, vocab]
         verified = now(main.device)
-        verdict, p = _judge(_processed(logits, rows, tree), rows, tree, accept)
-        paths = [path.nonzero()[:, 0].tolist() for path in verdict.accepted]
-        cache.commit([[0, *(node + 1 for node in path)] for path in paths])
-        steps = _records(p, tree, verdict, lengths, rows[0].sampling.greedy)
+        verdict, p = _judge(_processed(logits, rows, tree), rows, tree, strategy.accept, plans)
+        again = _refused(rows, tree, verdict, strategy.accept)
+        paths = [
+            None if refused else path.nonzero()[:, 0].tolist()
+            for refused, path in zip(again, verdict.accepted, strict=True)
+        ]
+        cache.commit([[] if path is None else [0, *(node + 1 for node in path)] for path in paths])
+        planned = [drafter.nodes(length, row.candidates) for row, length in zip(rows, lengths, strict=True)]
+        steps = _records(p, tree, verdict, planned, rows, again)
         for row, path, step in zip(rows, paths, steps, strict=True):
+            if path is None:
+                continue
             tokens = [step.drafted[node] for node in path] + [step.next_token]
             step.emitted, row.trace.finish = cut(row, tokens)
             row.tokens += tokens[: step.emitted]
@@ -124,7 +153,7 @@ def _block_parents(tree: Tree) -> Tensor | None:
 
 def _processed(logits: Tensor, rows: Sequence[Active], tree: Tree) -> Tensor:
     """Logits [rows, 1 + n, vocab] after the processors that depend on the path to each position."""
-    penalty = rows[0].sampling.repetition_penalty
+    penalty = rows[0].target.repetition_penalty
     if penalty == 1 and not any(row.constraint for row in rows):
         return logits
     out = []
@@ -141,25 +170,49 @@ def _processed(logits: Tensor, rows: Sequence[Active], tree: Tree) -> Tensor:
     return torch.stack(out)
 
 
-def _judge(scores: Tensor, rows: Sequence[Active], tree: Tree, accept: Rule) -> tuple[Verdict, Tensor]:
+def _judge(
+    scores: Tensor, rows: Sequence[Active], tree: Tree, accept: Acceptance, plans: Sequence[Plan]
+) -> tuple[Verdict, Tensor]:
     """Apply the rule. Returns its verdict and the main model's distribution [rows, 1 + n, vocab].
 
     Each row draws one number per node of its own and one for the next token, whatever the other rows need.
     """
-    sampling = rows[0].sampling
-    if sampling.greedy:
-        return accept(tree.tokens, tree.parents, scores, tree.q, scores.new_empty(0)), scores.softmax(-1)
-    p = distribution(scores, sampling)
+    target, q = rows[0].target, tree.q
+    threshold = torch.tensor([plan.threshold or 0.0 for plan in plans], device=scores.device)
+    if target.greedy:
+        p = scores.softmax(-1)
+        # the arg-max of scores, as rounding may make two probabilities equal
+        return accept.judge(tree.tokens, tree.parents, scores if accept.lossless else p, q, None, threshold), p
+    p = distribution(scores, target)
     nodes = (tree.parents >= -1).sum(1)  # [rows]
     u = uniforms([row.generator for row in rows], (nodes + 1).tolist(), scores.device)
     u = F.pad(u, (0, tree.size + 1 - u.shape[1]))  # where the longest row of a tree does not fill it
     u = torch.cat([u[:, : tree.size], u.gather(1, nodes[:, None])], 1)  # [rows, n + 1], the next token's last
-    return accept(tree.tokens, tree.parents, p, tree.q, u), p
+    return accept.judge(tree.tokens, tree.parents, p, q, u, threshold), p
 
 
-def _records(p: Tensor, tree: Tree, verdict: Verdict, planned: Sequence[int], greedy: bool) -> list[Step]:
+def _refused(rows: Sequence[Active], tree: Tree, verdict: Verdict, accept: Acceptance) -> list[bool]:
+    """Which rows draft again; the other rows' retries are settled, and those that used them up go on alone.
+
+    A draft that was not drawn at random would come again, so it is not asked for.
+    """
+    if not accept.retries:
+        return [False] * len(rows)
+    again, most = [], accept.max_retries or 0
+    drafted = (tree.parents >= -1).any(1) if tree.size else verdict.last > 0
+    for row, had, last in zip(rows, drafted.tolist(), verdict.last.tolist(), strict=True):
+        failed = had and last < 0
+        again.append(failed and tree.q is not None and row.refused < most)
+        row.refused = row.refused + 1 if again[-1] else 0
+        row.alone = row.alone or (failed and not again[-1] and accept.rule == "sequence")
+    return again
+
+
+def _records(
+    p: Tensor, tree: Tree, verdict: Verdict, planned: Sequence[int], rows: Sequence[Active], again: Sequence[bool]
+) -> list[Step]:
     """The raw record of each row's step, but for times and what was emitted. p: [rows, 1 + n, vocab]."""
-    tokens, parents = tree.tokens, tree.parents  # [rows, n]
+    tokens, parents, greedy = tree.tokens, tree.parents, rows[0].target.greedy  # [rows, n]
     row = torch.arange(len(tokens), device=p.device)
     place = (parents + 1).clamp(min=0)  # where in p each node is judged
     at_node = p[row[:, None], place, tokens]
@@ -198,8 +251,8 @@ def _records(p: Tensor, tree: Tree, verdict: Verdict, planned: Sequence[int], gr
         step: dict[str, Any] = {name: values[r][:n] for name, values in per_node.items()}
         step |= {name: values[r] for name, values in per_row.items()}
         step["fate"] = [FATES[fate] for fate in step["fate"]]
-        step["next_kind"] = "recovered" if was_rejected else "bonus" if n else "plain"
-        steps.append(Step(**step, planned=length, active=len(planned)))
+        step["next_kind"] = "refused" if again[r] else "recovered" if was_rejected else "bonus" if n else "plain"
+        steps.append(Step(**step, planned=length, candidates=rows[r].candidates, active=len(planned)))
     return steps
 
 
@@ -208,8 +261,11 @@ class Decoder:
 
     tokenizer: a transformers tokenizer; needed for prompts given as text and for stop strings. chat: apply its
     chat template to text prompts when it has one. eos: token ids that end a text; default the tokenizer's.
-    Greedy decoding keeps exact matches, sampling is speculative sampling: both emit what the main model alone
-    would. Raises SettingError for a value out of range, before any model runs.
+    candidate_count: how many candidates a tree holds, for drafters that branch; see drafting.tree. acceptance: the
+    rule; the lossless one, which is the default, keeps exact matches when decoding is greedy and is speculative
+    sampling else: both emit what the main model alone would. In the rule "sequence" a draft is as long as the text.
+    controller: plans each step from the ones before. Raises SettingError for a value out of range, before any model
+    runs.
     """
 
     def __init__(
@@ -222,6 +278,9 @@ class Decoder:
         eos: Sequence[int] | None = None,
         chat: bool = True,
         prefill_chunk: int = CHUNK,
+        candidate_count: int = 1,
+        acceptance: Acceptance | None = None,
+        controller: Controller | None = None,
     ) -> None:
         most = min(MAX_DRAFT, main.context_length - 1)
         fits = whole(draft_length) and 0 <= draft_length <= most
@@ -231,7 +290,22 @@ class Decoder:
         self.drafter = drafter if drafter is not None and draft_length > 0 else Drafter()
         plain = type(self.drafter) is Drafter
         self.draft_length = 0 if plain else draft_length  # what is never drafted is not planned either
+        self.acceptance, self.controller = acceptance or Acceptance(), controller
+        self.candidate_count = candidate_count
+        allowed = f"an integer 1 … {MAX_CANDIDATES}"
+        if not self.drafter.branches and not plain:
+            allowed = f"1 for the draft {self.drafter.name}, which does not branch"
+        most = MAX_CANDIDATES if self.drafter.branches or plain else 1
+        require("candidate_count", candidate_count, whole(candidate_count) and 1 <= candidate_count <= most, allowed)
+        self._most = min(controller.most, most) if controller else candidate_count  # candidates of any step
+        self._require_room(draft_length)
         self.eos = tuple(eos) if eos is not None else _eos_of(tokenizer)
+
+    def _require_room(self, draft_length: int) -> None:
+        nodes = self.drafter.nodes(draft_length, self._most)
+        most = min(MAX_NODES, self.main.context_length - 1)
+        what = f"{nodes} nodes, from draft_length {draft_length} and {self._most} candidates"
+        require("tree", what, nodes <= most, f"up to {most} nodes")
 
     def generate(self, prompt: str | Sequence[int], **settings: Any) -> Generation:
         """Decode one prompt; settings as in `stream`."""
@@ -326,6 +400,9 @@ class Decoder:
         require("stop", stop, all(stops), "strings that are not empty")
         require("stop", stop, not stops or self.tokenizer is not None, "none, as this decoder has no tokenizer")
         how, ends = Sampling(**sampling), frozenset(self.eos if eos is None else eos)
+        self.acceptance.require_temperature(how.temperature)
+        warm = self.acceptance.draft_temperature
+        drafts = how if warm is None else replace(how, temperature=warm)
         grammars = self._grammars(constraint, len(prompts), ends)
         rows = []
         for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
@@ -336,7 +413,8 @@ class Decoder:
             rows.append(
                 Active(
                     tokens=tokens,
-                    sampling=how,
+                    sampling=drafts,
+                    target=how,
                     generator=torch.Generator().manual_seed(seed + index),
                     prompt_length=len(tokens),
                     limit=min(max_new_tokens, left),
@@ -370,15 +448,21 @@ class Decoder:
         """Prefill, then decode; `rows` is emptied."""
         if not rows:
             return
-        longest = max(len(row.tokens) + row.limit for row in rows) + self.draft_length + 1
+        draft_length = self.draft_length
+        if draft_length and self.acceptance.rule == "sequence":
+            draft_length = max(row.limit for row in rows)
+            self._require_room(draft_length)
+        nodes = max(self.drafter.nodes(draft_length, self._most), draft_length * self._most)
+        longest = max(len(row.tokens) + row.limit for row in rows) + nodes + 1
         on_gpu, held = self.main.device.type == "cuda", 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.main.device)
             held = torch.cuda.memory_allocated(self.main.device)
         cache = self.main.new_cache(len(rows), longest)
         prefill(self.main, self.drafter, rows, cache, longest, self.prefill_chunk)
-        chosen = rule("greedy" if rows[0].sampling.greedy else "sampling")
-        for row, step in decode(self.main, self.drafter, rows, cache, self.draft_length, chosen, self._cut):
+        plan = Plan(draft_length, self.candidate_count, self.acceptance.threshold)
+        strategy = Strategy(plan, self.acceptance, self.controller)
+        for row, step in decode(self.main, self.drafter, rows, cache, strategy, self._cut):
             weights = self.main.nbytes + self.drafter.nbytes
             caches = cache.nbytes + self.drafter.cache_nbytes
             used = torch.cuda.max_memory_allocated(self.main.device) - held if on_gpu else caches

@@ -1,7 +1,7 @@
 """The errors users see. Each says which field, which value, what is allowed, and what exists instead."""
 
 from collections.abc import Iterable
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +55,8 @@ def require_writable(file: Path) -> None:
 def whole(value: Any) -> bool:
     """Whether a setting is an integer (numpy's too); 2.0 and True are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def share(value: Any) -> bool:
+    """Whether a setting is a number from 0 to 1; True and NaN are not."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1

@@ -14,9 +14,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from specdec_lab.acceptance import Verdict
+from specdec_lab.acceptance import Acceptance, Verdict
 from specdec_lab.bench import decoder_of
-from specdec_lab.decoding import Decoder, decode, prefill
+from specdec_lab.control import Plan
+from specdec_lab.decoding import Decoder, Strategy, decode, prefill
 from specdec_lab.drafting import Drafter
 from specdec_lab.errors import DataError, UnknownNameError, require, whole
 from specdec_lab.experiment import alternate, encode_all
@@ -81,16 +82,21 @@ def along_the_greedy_path(
     cache = main.model.new_cache(len(rows), longest)
     with torch.inference_mode():
         prefill(main.model, drafter, rows, cache, longest)
-        for _ in decode(main.model, drafter, rows, cache, 1, _follow, decoder._cut):
+        for _ in decode(main.model, drafter, rows, cache, Strategy(Plan(1, 1, None), _Follow()), decoder._cut):
             pass
     return [totals([row.trace]) for row in everyone]
 
 
-def _follow(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> Verdict:
-    """A rule that goes on with the main model's arg-max, whatever was drafted."""
-    none = torch.zeros_like(tokens, dtype=torch.bool)
-    last = torch.full_like(tokens[:, 0] if tokens.shape[1] else p[:, 0, 0].long(), -1)
-    return Verdict(none, parents >= -1, last, p[:, 0].argmax(-1))
+class _Follow(Acceptance):
+    """Goes on with the main model's arg-max, whatever was drafted."""
+
+    def judge(
+        self, tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, u: Tensor | None, threshold: Tensor
+    ) -> Verdict:
+        """Accept nothing."""
+        none = torch.zeros_like(tokens, dtype=torch.bool)
+        last = torch.full((len(tokens),), -1, device=tokens.device)
+        return Verdict(none, parents >= -1, last, p[:, 0].argmax(-1))
 
 
 def agreement_line(main: Model, drafter: Drafter, found: Agreement) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 FATES = ("rejected", "accepted", "untried")
+KINDS = ("plain", "recovered", "bonus", "refused")  # refused: nothing is emitted, the draft is drawn anew
 
 
 @dataclass(slots=True)
@@ -28,16 +29,17 @@ class Step:
     entropy: list[float]  # nats
     fate: list[str]  # one of FATES
     next_token: int
-    next_kind: str  # "recovered", "bonus" or "plain"
+    next_kind: str  # one of KINDS
     next_p: float
     next_largest_p: float
     next_entropy: float
-    planned: int  # draft length asked for, after length limits
+    planned: int  # nodes asked for, after length limits
     active: int  # rows decoded together in this step
     emitted: int = 0  # tokens the user gets of this step, after EOS, stop strings and length limits cut it
     draft_s: float = 0.0  # seconds; the whole step's, shared by `active` rows
     verify_s: float = 0.0  # the main model's forward and head
     other_s: float = 0.0  # acceptance, commit, records
+    candidates: int = 1  # asked for
 
     @property
     def accepted(self) -> list[int]:

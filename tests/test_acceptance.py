@@ -7,6 +7,7 @@ tokens finds d = 0.0125, with a power above 0.99. `test_stated_power` computes i
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from scipy import stats
 from torch import Tensor
 
 from specdec_lab import acceptance
-from specdec_lab.acceptance import RULES, Rule, greedy_match, rule, speculative_sampling
-from specdec_lab.errors import UnknownNameError
+from specdec_lab.acceptance import RULES, Acceptance, Verdict, greedy_match, speculative_sampling
+from specdec_lab.errors import SettingError, UnknownNameError
 from specdec_lab.sampling import Sampling, distribution
 
 DRAWS, VOCAB = 200_000, 8
+Judge = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Verdict]
 SIGNIFICANCE = 1e-4
 WARPED = Sampling(temperature=0.7, top_k=6, top_p=0.9)
 
@@ -59,7 +61,7 @@ class World:
     def uniform(self, n: int) -> Tensor:
         return torch.rand(DRAWS, n, generator=self.rng)
 
-    def emit(self, tokens: Tensor, parents: list[int], q: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+    def emit(self, tokens: Tensor, parents: list[int], q: Tensor | None, rule: Judge) -> tuple[Tensor, Tensor]:
         """First and second token [DRAWS] after one step over a tree of depth 1 and a plain one if need be.
 
         tokens [DRAWS, n], all children of the root or of one of its children.
@@ -76,7 +78,7 @@ class World:
         plain = rule(tokens[:, :0], shape[:, :0], self.p1[first][:, None], None, self.uniform(1))
         return first, torch.where(depth == 0, plain.next_token, second)
 
-    def chain(self, rule: Rule, q: Tensor | None = None, drawn_from: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def chain(self, rule: Judge, q: Tensor | None = None, drawn_from: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One drafted token. q: the distribution the rule is told; drawn_from: the true one."""
         told = self.q0 if q is None else q
         token = self.draw(self.q0 if drawn_from is None else drawn_from)
@@ -145,7 +147,7 @@ def test_one_hot_siblings_emit_p() -> None:
     assert min(p_values(world, world.emit(tokens, [-1, -1, -1], None, speculative_sampling))) > SIGNIFICANCE
 
 
-def siblings(world: World, rule: Rule) -> tuple[Tensor, Tensor]:
+def siblings(world: World, rule: Judge) -> tuple[Tensor, Tensor]:
     """Three siblings drawn independently from q0, and a child of each drawn from q1 behind them."""
     top = [world.draw(world.q0) for _ in range(3)]
     below = [world.draw(world.q1[token]) for token in top]
@@ -296,17 +298,215 @@ def test_padding_is_never_tried_when_sampling() -> None:
     assert verdict.next_token.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("each", RULES.values(), ids=RULES)
-def test_an_empty_tree_gives_one_token_of_p(each: Rule) -> None:
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("greedy", [True, False])
+def test_an_empty_tree_gives_one_token_of_p(name: str, greedy: bool) -> None:
     p = torch.zeros(3, 1, VOCAB)
     p[torch.arange(3), 0, torch.tensor([2, 0, 7])] = 1
     empty = torch.zeros(3, 0, dtype=torch.long)
-    verdict = each(empty, empty, p, None, torch.rand(3, 1))
+    if greedy and RULES[name].samples:
+        return
+    verdict = Acceptance(name).judge(empty, empty, p, None, None if greedy else torch.rand(3, 1), torch.ones(3) / 2)
     assert verdict.next_token.tolist() == [2, 0, 7]
     assert verdict.last.tolist() == [-1, -1, -1]
+    assert verdict.accepted.shape == verdict.tried.shape == (3, 0)
+
+
+# ---- siblings that differ: without replacement
+
+
+def distinct(world: World, told: Callable[[Tensor, list[Tensor]], Tensor]) -> tuple[Tensor, Tensor]:
+    """Three siblings drawn without replacement from q0; told(left, before) is the q that the rule hears of."""
+    left = world.q0.expand(DRAWS, VOCAB).clone()
+    tokens: list[Tensor] = []
+    q: list[Tensor] = []
+    for _ in range(3):
+        left = left / left.sum(-1, keepdim=True)
+        q.append(told(left, tokens))
+        tokens.append(torch.multinomial(left, 1, generator=world.rng)[:, 0])
+        left = left.scatter(1, tokens[-1][:, None], 0.0)
+    return world.emit(torch.stack(tokens, 1), [-1] * 3, torch.stack(q, 1), speculative_sampling)
+
+
+def test_siblings_without_replacement_emit_p() -> None:
+    world = World(SETTINGS["plain"])
+    assert min(p_values(world, distinct(world, lambda left, before: left))) > SIGNIFICANCE
+
+
+def test_control_q_that_is_not_renormalised_is_found() -> None:
+    """Distinct siblings, each told to have been drawn from the whole q."""
+    world = World(SETTINGS["plain"])
+    emitted = distinct(world, lambda left, before: world.q0.expand(DRAWS, VOCAB))
+    assert max(p_values(world, emitted)) < SIGNIFICANCE
+
+
+def test_control_pruned_siblings_are_found() -> None:
+    """CASES 24: of drawn siblings the improbable ones are left out."""
+    world = World(SETTINGS["plain"])
+    drawn = torch.stack([world.draw(world.q0) for _ in range(2)], 1)
+    best = drawn.gather(1, world.q0[drawn].argmax(1, keepdim=True))
+    emitted = world.emit(best, [-1], world.q0.expand(DRAWS, 1, VOCAB), speculative_sampling)
+    assert max(p_values(world, emitted)) < SIGNIFICANCE
+
+
+# ---- lossy rules, against the definition, walked node by node
+
+
+def lossy_case(seed: int, rows: int = 300, n: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, parents, p and u of random trees."""
+    tokens, parents = random_trees(seed, rows, n)
+    rng = torch.Generator().manual_seed(seed + 1)
+    p = (2 * torch.randn(rows, n + 1, VOCAB, generator=rng)).softmax(-1)
+    return tokens, parents, p, torch.rand(rows, n + 1, generator=rng)
+
+
+FITS: dict[str, Callable[[Tensor, int, float], bool]] = {
+    "threshold": lambda p, x, t: bool(p[x] >= t * p.max()),
+    "typical": lambda p, x, t: bool(p[x] >= min(t, t**0.5 * float(torch.exp((p * p.log()).sum())))),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 0.9])
+def test_the_longest_path_of_fitting_tokens_stays(name: str, threshold: float) -> None:
+    tokens, parents, p, u = lossy_case(7)
+    verdict = Acceptance(name, threshold).judge(tokens, parents, p, None, u, torch.full((len(tokens),), threshold))
+    lengths = []
+    for row in range(len(tokens)):
+        reach: list[int] = []  # of each node: tokens of the path to it, 0 where one of them does not fit
+        for i, (token, parent) in enumerate(zip(tokens[row].tolist(), parents[row].tolist(), strict=True)):
+            above = 0 if parent < 0 else reach[parent]
+            fits = parent >= -1 and FITS[name](p[row, parent + 1], token, threshold)
+            reach.append(above + 1 if fits and (parent == -1 or above) else 0)
+            assert i >= 0
+        kept = verdict.accepted[row].nonzero()[:, 0].tolist()
+        assert len(kept) == max(reach)
+        assert [parents[row, node].item() for node in kept] == [-1, *kept[:-1]][: len(kept)]
+        assert all(reach[node] for node in kept)
+        last = kept[-1] if kept else -1
+        assert verdict.last[row] == last
+        mass = p[row, last + 1].double().cumsum(0) / p[row, last + 1].double().sum()
+        token = int(verdict.next_token[row])
+        assert (float(mass[token - 1]) if token else 0.0) - 1e-5 <= float(u[row, -1]) <= float(mass[token]) + 1e-5
+        rejected = (verdict.tried[row] & ~verdict.accepted[row]).nonzero()[:, 0].tolist()
+        for node in rejected:
+            above = int(parents[row, node])
+            assert above in (-1, *kept)
+            assert not FITS[name](p[row, above + 1], int(tokens[row, node]), threshold)
+        lengths.append(len(kept))
+    assert len(set(lengths)) > 1 or threshold == 0.9
+
+
+def test_the_strictest_threshold_is_greedy_match() -> None:
+    tokens, _, p, _ = lossy_case(11)
+    parents = torch.arange(-1, tokens.shape[1] - 1).expand(tokens.shape)
+    tokens[:, :6] = torch.where(
+        torch.rand(len(tokens), 6, generator=torch.Generator().manual_seed(1)) < 0.8, p[:, :6].argmax(-1), tokens[:, :6]
+    )
+    ours = Acceptance("threshold", 1.0).judge(tokens, parents, p, None, None, torch.ones(len(tokens)))
+    exact = greedy_match(tokens, parents, p, None, None)
+    for field in ("accepted", "tried", "last", "next_token"):
+        assert torch.equal(getattr(ours, field), getattr(exact, field))
+    assert exact.accepted.sum(1).unique().numel() > 4
+
+
+def test_the_loosest_threshold_keeps_a_deepest_path() -> None:
+    tokens, parents, p, _ = lossy_case(13)
+    verdict = Acceptance("threshold", 0.0).judge(tokens, parents, p, None, None, torch.zeros(len(tokens)))
+    deepest = [max([0, *depths(row)]) for row in parents.tolist()]
+    assert verdict.accepted.sum(1).tolist() == deepest
+
+
+def depths(parents: list[int]) -> list[int]:
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent == -2 else 1 if parent == -1 else found[parent] + 1)
+    return found
+
+
+def strictly(how: Acceptance, threshold: float) -> Judge:
+    """The rule with one threshold for all rows."""
+    return lambda tokens, parents, p, q, u: how.judge(tokens, parents, p, q, u, torch.full((len(tokens),), threshold))
+
+
+def test_lenience_of_one_is_speculative_sampling() -> None:
+    world, how = World(SETTINGS["plain"]), Acceptance("lenience", 1.0)
+    assert min(p_values(world, siblings(world, strictly(how, 1.0)))) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("l", [0.3, 0.7])
+def test_lenience_bounds_what_a_token_can_gain(l: float) -> None:  # noqa: E741
+    """2211.17192, A.5: no token becomes more probable than p / l; and it is biased, or it would buy nothing."""
+    world, how = World(SETTINGS["plain"]), Acceptance("lenience", l)
+    first, _ = world.chain(strictly(how, l))
+    share = torch.bincount(first, minlength=VOCAB) / DRAWS
+    assert (share <= world.p0 / l + 4 * (world.p0 / l / DRAWS).sqrt()).all()
+    assert chi_square(first, world.p0) < SIGNIFICANCE
+    kept = torch.minimum(world.q0, world.p0 / l)
+    residual = (world.p0 - l * world.q0).clamp(min=0)
+    assert chi_square(first, kept + (1 - kept.sum()) * residual / residual.sum()) > SIGNIFICANCE
+
+
+def test_a_block_stays_if_its_geometric_mean_exceeds_the_threshold() -> None:
+    tokens, parents, p, u = lossy_case(17)
+    threshold = torch.linspace(0.05, 0.6, len(tokens))
+    verdict = Acceptance("block").judge(tokens, parents, p, None, u, threshold)
+    kept_some = 0
+    for row in range(len(tokens)):
+        above, ids = parents[row].tolist(), tokens[row].tolist()
+        leaves = [i for i, parent in enumerate(above) if parent >= -1 and i not in above]
+        scores = {}
+        for leaf in leaves:
+            path = [leaf]
+            while above[path[0]] >= 0:
+                path.insert(0, above[path[0]])
+            own = [float(p[row, above[i] + 1, ids[i]]) for i in path]
+            scores[leaf] = (float(torch.tensor(own).double().log().mean().exp()), path)
+        best = max(scores, key=lambda leaf: scores[leaf][0], default=None)  # noqa: B023
+        kept = verdict.accepted[row].nonzero()[:, 0].tolist()
+        if best is None or scores[best][0] <= float(threshold[row]):
+            assert kept == []
+            assert verdict.last[row] == -1
+            assert (verdict.tried[row].sum() > 0) == (best is not None)
+        else:
+            assert kept == scores[best][1]
+            kept_some += 1
+    assert 20 < kept_some < len(tokens) - 20
+
+
+# ---- settings
 
 
 def test_rules_by_name() -> None:
-    assert rule("greedy") is greedy_match
-    with pytest.raises(UnknownNameError, match=r"no acceptance rule 'typical'; there is: greedy, sampling"):
-        rule("typical")
+    assert Acceptance().lossless
+    assert Acceptance("block") == Acceptance("block", 0.7, 2, 0.7)
+    with pytest.raises(UnknownNameError, match=r"no acceptance rule 'best'; there is: block, lenience, lossless"):
+        Acceptance("best")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rule": "threshold", "threshold": 1.01}, r"acceptance_threshold = 1.01: allowed is 0 … 1"),
+        ({"rule": "block", "threshold": -0.1}, r"acceptance_threshold = -0.1: allowed is 0 … 1"),
+        ({"rule": "typical", "threshold": float("nan")}, r"acceptance_threshold = nan: allowed is 0 … 1"),
+        ({"rule": "block", "threshold": True}, r"acceptance_threshold = True: allowed is 0 … 1"),
+        ({"threshold": 0.7}, r"threshold = 0.7: allowed is none with the rule lossless"),
+        ({"rule": "typical", "max_retries": 1}, r"max_retries = 1: allowed is none with the rule typical"),
+        ({"rule": "threshold", "draft_temperature": 1}, r"draft_temperature = 1: allowed is none with the rule thr"),
+        ({"rule": "block", "max_retries": -1}, r"max_retries = -1: allowed is 0 … 16"),
+        ({"rule": "block", "max_retries": 1.5}, r"max_retries = 1.5: allowed is 0 … 16"),
+        ({"rule": "sequence", "draft_temperature": -1}, r"temperature = -1: allowed is a number >= 0"),
+        ({"rule": "block", "draft_temperature": 0}, r"max_retries = 2: allowed is 0 at draft_temperature 0"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Acceptance(**settings)
+
+
+def test_lenience_needs_a_temperature() -> None:
+    Acceptance("lenience").require_temperature(0.1)
+    Acceptance("threshold").require_temperature(0)
+    with pytest.raises(SettingError, match="above 0 with the rule lenience; for greedy decoding the rule threshold"):
+        Acceptance("lenience").require_temperature(0)

@@ -228,10 +228,10 @@ DRAFTERS: dict[str, Callable[[Any, Any], Drafter]] = {
     "grammar": lambda main, small: GrammarDrafter(),
     "tree": lambda main, small: Branching(),
     "features": lambda main, small: FeatureDraft(model_of(layers(main), main, torch.arange(40, 259, 3)), 259),
-    "tree of features": lambda main, small: FeatureDraft(
-        model_of(layers(main), main, torch.arange(40, 259, 3)), 259, branches=3
-    ),
+    "tree of features": lambda main, small: FeatureDraft(model_of(layers(main), main, torch.arange(40, 259, 3)), 259),
+    "tree of a model": lambda main, small: DraftModel(small, branching="distinct"),
 }
+WIDTH = {"tree of features": 3, "tree of a model": 2}  # candidates
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -242,7 +242,14 @@ def test_greedy_equals_the_constrained_plain_loop(
 ) -> None:
     how = {"max_new_tokens": 48, "repetition_penalty": penalty, "constraint": grammar(name)}
     plain = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos)
-    drafting = Decoder(main.model, DRAFTERS[drafter](main.model, small.model), 5, main.tokenizer, eos=main.eos)
+    drafting = Decoder(
+        main.model,
+        DRAFTERS[drafter](main.model, small.model),
+        5,
+        main.tokenizer,
+        eos=main.eos,
+        candidate_count=WIDTH.get(drafter, 1),
+    )
     for prompt in ("The cat", PROMPT):
         expected, got = plain.generate(prompt, **how), drafting.generate(prompt, **how)
         assert got.tokens == expected.tokens
@@ -288,7 +295,14 @@ def test_rows_of_a_batch_each_obey_their_own(
 ) -> None:
     prompts = ["The cat", PROMPT, "The dog", "A", "The cat"]
     constraints = [grammar("schema"), grammar("regex"), None, grammar("lark"), grammar("schema")]
-    decoder = Decoder(main.model, DRAFTERS[drafter](main.model, small.model), 4, main.tokenizer, eos=main.eos)
+    decoder = Decoder(
+        main.model,
+        DRAFTERS[drafter](main.model, small.model),
+        4,
+        main.tokenizer,
+        eos=main.eos,
+        candidate_count=WIDTH.get(drafter, 1),
+    )
     together = decoder.generate_batch(prompts, constraint=constraints, max_new_tokens=40, seed=3, **how)
     for i, (prompt, one) in enumerate(zip(prompts, constraints, strict=True)):
         alone = decoder.generate(prompt, constraint=one, max_new_tokens=40, seed=3 + i, **how)

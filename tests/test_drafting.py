@@ -241,7 +241,7 @@ class Watched(DraftModel):
     checked = 0
     may_lack = 2
 
-    def observe(self, rows: Sequence[Any], paths: Sequence[Sequence[int]], hidden: torch.Tensor) -> None:
+    def observe(self, rows: Sequence[Any], paths: Sequence[Sequence[int] | None], hidden: torch.Tensor) -> None:
         super().observe(rows, paths, hidden)
         assert self.cache is not None
         for index, each in enumerate(rows):

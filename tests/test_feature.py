@@ -11,8 +11,7 @@ from torch import Tensor
 
 from specdec_lab.decoding import Decoder
 from specdec_lab.distill import FeatureLayers, Recipe
-from specdec_lab.drafting import FeatureDraft, Row, Tree, feature
-from specdec_lab.drafting.feature import _most_probable
+from specdec_lab.drafting import FeatureDraft, Row, Tree
 from specdec_lab.errors import SettingError
 from specdec_lab.models.llama import FeatureModel, LlamaModel
 from specdec_lab.sampling import Sampling
@@ -59,8 +58,8 @@ def states(main: LlamaModel, tokens: Sequence[int]) -> Tensor:
     return main.forward(torch.tensor([tokens]), main.new_cache(1, len(tokens)))[0]
 
 
-def row(tokens: Sequence[int], **how: Any) -> Row:
-    return Row(list(tokens), Sampling(**how), torch.Generator().manual_seed(0))
+def row(tokens: Sequence[int], candidates: int = 1, **how: Any) -> Row:
+    return Row(list(tokens), Sampling(**how), torch.Generator().manual_seed(0), candidates=candidates)
 
 
 TOKENS = (3, 1, 4, 1, 5, 2, 6, 5, 3, 5)
@@ -85,13 +84,13 @@ def test_it_decodes_as_it_was_trained(parallel: bool, main: LlamaModel) -> None:
             if parallel:
                 state = found[:, step : step + 1]
             else:
-                state = draft._step(torch.tensor([[TOKENS[known + step - 1]]]), state)
+                state = draft._step(torch.tensor([[TOKENS[known + step - 1]]]), state, None)
                 draft.cache.advance([1])
             assert torch.allclose(state[0, 0], trained[step][0, known + step - 2], atol=1e-5), (known, step)
 
 
-@pytest.mark.parametrize("branches", [1, 3])
-def test_it_knows_the_committed_prefix_after_every_step(branches: int, main: LlamaModel) -> None:
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_it_knows_the_committed_prefix_after_every_step(candidates: int, main: LlamaModel) -> None:
     """Drafts behind many steps of decoding equal those of a drafter that reads the whole text at once."""
     model = model_of(layers(main), main)
     seen: list[tuple[list[int], Tree]] = []
@@ -102,32 +101,36 @@ def test_it_knows_the_committed_prefix_after_every_step(branches: int, main: Lla
             seen.append((list(rows[0].tokens), tree))
             return tree
 
-    made = Decoder(main, Spy(model, 8, branches), 5).generate(START, max_new_tokens=30, temperature=1.0)
+    made = Decoder(main, Spy(model, 8), 5, candidate_count=candidates).generate(
+        START, max_new_tokens=30, temperature=1.0
+    )
     accepted = sum(step.fate.count("accepted") for step in made.trace.steps)
     assert 0 < accepted < sum(len(step.drafted) for step in made.trace.steps)
     for tokens, tree in seen[1:]:
-        fresh = FeatureDraft(model, 8, branches)
+        fresh = FeatureDraft(model, 8)
         fresh.start([row(tokens)], 64, [states(main, tokens)[:-1]])
-        again = fresh.propose([row(tokens, temperature=1.0)], [tree.size])
-        if branches > 1:
+        again = fresh.propose([row(tokens, candidates, temperature=1.0)], [tree.size])
+        if candidates > 1:
             assert torch.equal(tree.tokens, again.tokens)
             assert torch.equal(tree.parents, again.parents)
         elif tree.q is not None and again.q is not None:  # its tokens were drawn with other numbers
             assert torch.allclose(tree.q[:, 0], again.q[:, 0], atol=1e-5)
 
 
-DRAFTS: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "confident": {"confidence": 0.2},
-    "tree": {"branches": 3},
-    "pruned": {"branches": 3, "confidence": 0.05},
-    "parallel": {},
+DRAFTS: dict[str, tuple[dict[str, Any], int]] = {  # options and candidates
+    "chain": ({}, 1),
+    "confident": ({"confidence": 0.2}, 1),
+    "tree": ({}, 3),
+    "pruned": ({"confidence": 0.05}, 3),
+    "parallel": ({}, 1),
 }
 
 
-def drafter(name: str, main: LlamaModel, trimmed: bool = False) -> FeatureDraft:
+def decoder_of(name: str, main: LlamaModel, length: int, trimmed: bool = False) -> Decoder:
+    options, candidates = DRAFTS[name]
     made = layers(main, parallel=name == "parallel")
-    return FeatureDraft(model_of(made, main, VOCABULARY if trimmed else None), 8, **DRAFTS[name])
+    draft = FeatureDraft(model_of(made, main, VOCABULARY if trimmed else None), 8, **options)
+    return Decoder(main, draft, length, candidate_count=candidates)
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
@@ -135,7 +138,7 @@ def drafter(name: str, main: LlamaModel, trimmed: bool = False) -> FeatureDraft:
 def test_greedy_equals_the_plain_loop(name: str, trimmed: bool, main: LlamaModel) -> None:
     prompts = [[1], START, TOKENS, [7] * 5]
     plain = Decoder(main).generate_batch(prompts, max_new_tokens=25)
-    decoder = Decoder(main, drafter(name, main, trimmed), 5)
+    decoder = decoder_of(name, main, 5, trimmed)
     together = decoder.generate_batch(prompts, max_new_tokens=25)
     assert [made.tokens for made in together] == [made.tokens for made in plain]
     alone = [decoder.generate(prompt, max_new_tokens=25) for prompt in prompts]
@@ -149,7 +152,7 @@ def test_greedy_equals_the_plain_loop(name: str, trimmed: bool, main: LlamaModel
 @pytest.mark.parametrize("name", DRAFTS)
 def test_what_it_drafts_does_not_change_the_distribution(name: str, trimmed: bool, main: LlamaModel) -> None:
     how: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
-    counts = two_tokens(Decoder(main, drafter(name, main, trimmed), 3), **how)
+    counts = two_tokens(decoder_of(name, main, 3, trimmed), **how)
     assert p_value(counts, exact(main, Sampling(**how))) > SIGNIFICANCE
 
 
@@ -180,7 +183,7 @@ def test_a_tree_is_the_most_probable_part_of_all_continuations(main: LlamaModel)
         state = draft._catch_up([row(TOKENS)], 0)
         assert draft.cache is not None
         for token in path:
-            state = draft._step(torch.tensor([[token]]), state)
+            state = draft._step(torch.tensor([[token]]), state, None)
             draft.cache.advance([1])
         return model.logits(state)[0, 0].softmax(-1)
 
@@ -192,9 +195,9 @@ def test_a_tree_is_the_most_probable_part_of_all_continuations(main: LlamaModel)
         for token, p in enumerate(probabilities(path)):
             heapq.heappush(open_ends, (reach * float(p), (*path, token)))
     wanted.remove(())
-    draft = FeatureDraft(model, 8, branches=8)
-    draft.start([row(TOKENS)], 32, [hidden])
-    tree = draft.propose([row(TOKENS)], [12])
+    draft = FeatureDraft(model, 8)
+    draft.start([row(TOKENS)], 128, [hidden])
+    tree = draft.propose([row(TOKENS, candidates=8)], [12])
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -202,9 +205,8 @@ def test_a_tree_is_the_most_probable_part_of_all_continuations(main: LlamaModel)
     assert set(paths) == set(wanted)
 
 
-def test_a_row_far_behind_catches_up_beside_a_long_one(main: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_far_behind_catches_up_beside_a_long_one(main: LlamaModel) -> None:
     """As a hybrid leaves it behind, whose free drafts serve one row for long; there is no room to read all at once."""
-    monkeypatch.setattr(feature, "MAX_LEVELS", 1)
     model, long, text = model_of(layers(main), main), [*TOKENS, *TOKENS, *TOKENS], [*TOKENS[::-1], *TOKENS]
     draft, alone = FeatureDraft(model, 8), FeatureDraft(model, 8)
     rows = [row(long), row(text[:2])]
@@ -216,16 +218,6 @@ def test_a_row_far_behind_catches_up_beside_a_long_one(main: LlamaModel, monkeyp
     alone.start([row(text)], 64, [hidden[:19]])
     tree, wanted = draft.propose(rows, [0, 4]), alone.propose([row(text)], [4])
     assert torch.equal(tree.tokens[1], wanted.tokens[0])
-
-
-def test_rows_get_the_tree_they_have_room_for() -> None:
-    tokens, parents = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]), torch.tensor([[-1, -1, 1, 2], [-1, -1, 1, 2]])
-    scores = torch.tensor([[-2.0, -0.1, -0.2, -3.0], [-2.0, -0.1, -0.2, -3.0]])
-    tree = _most_probable(tokens, parents, scores, [3, 1], -10.0)
-    assert tree.tokens[0].tolist() == [5, 6, 7]
-    assert tree.parents.tolist() == [[-1, -1, 1], [-1, -2, -2]]
-    assert tree.tokens[1, 0] == 6
-    assert _most_probable(tokens, parents, scores, [4, 4], -1.0).parents.tolist() == [[-1, 0]] * 2  # no padding
 
 
 def test_a_confident_chain_ends_before_it_becomes_improbable(main: LlamaModel) -> None:
@@ -240,12 +232,13 @@ def test_a_confident_chain_ends_before_it_becomes_improbable(main: LlamaModel) -
     assert 6 > drafted(0.05) > drafted(0.9) == 0
 
 
-@pytest.mark.parametrize("options", [{"branches": 0}, {"branches": 17}, {"confidence": 1.0}, {"confidence": -0.1}])
+@pytest.mark.parametrize("options", [{"confidence": 1.0}, {"confidence": -0.1}])
 def test_options_out_of_range(options: dict[str, Any], main: LlamaModel) -> None:
     with pytest.raises(SettingError, match=next(iter(options))):
         FeatureDraft(model_of(layers(main), main), 8, **options)
 
 
 def test_one_forward_cannot_branch(main: LlamaModel) -> None:
-    with pytest.raises(SettingError, match="branches"):
-        FeatureDraft(model_of(layers(main, parallel=True), main), 8, branches=2)
+    draft = FeatureDraft(model_of(layers(main, parallel=True), main), 8)
+    with pytest.raises(SettingError, match="candidate_count = 2: allowed is 1 for the draft"):
+        Decoder(main, draft, candidate_count=2)

@@ -53,8 +53,8 @@ class Chosen(Drafter):
         )
         return Tree(tokens, parents, None if self.q is None else self.q[:, :width])
 
-    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
-        self.heard = [list(path) for path in paths]
+    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int] | None], hidden: Tensor) -> None:
+        self.heard = [list(path or ()) for path in paths]
 
 
 def kinds(main: LlamaModel) -> dict[str, Drafter]:
@@ -64,12 +64,13 @@ def kinds(main: LlamaModel) -> dict[str, Drafter]:
         "draft": DraftModel(random_llama(3, layers=1)),
         "itself": DraftModel(main),
         "chain": FeatureDraft(feature, 8),
-        "tree": FeatureDraft(feature, 8, branches=2),
+        "tree": FeatureDraft(feature, 8),
         "parallel": FeatureDraft(model_of(layers(main, parallel=True), main), 8),
+        "sampled tree": FeatureDraft(feature, 8, branching="chains"),
     }
 
 
-KINDS = ("draft", "itself", "chain", "tree", "parallel")
+KINDS = ("draft", "itself", "chain", "tree", "parallel", "sampled tree")
 # of a vocabulary of eight: rows of different lengths, full of repetitions
 PROMPTS = [[3, 1, 4, 3, 1], [2, 7, 2, 7, 2, 7, 2], [5, 6], [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]]
 
@@ -77,6 +78,9 @@ PROMPTS = [[3, 1, 4, 3, 1], [2, 7, 2, 7, 2, 7, 2], [5, 6], [1, 2, 3, 4, 5, 6, 7,
 @pytest.fixture(scope="module")
 def main() -> LlamaModel:
     return random_llama(0, layers=2)
+
+
+WIDTH = {"tree": 2, "sampled tree": 3}  # candidates
 
 
 def made_of(name: str, main: LlamaModel, kind: type[Hybrid] = Hybrid) -> Hybrid:
@@ -237,7 +241,7 @@ def test_free_rows_of_a_drawn_tree_are_one_hot() -> None:
 def test_greedy_is_the_plain_loop(name: str, kind: type[Hybrid], main: LlamaModel) -> None:
     """Ragged rows that leave at different times."""
     hybrid = made_of(name, main, kind)
-    decoder, plain = Decoder(main, hybrid, 4), Decoder(main)
+    decoder, plain = Decoder(main, hybrid, 4, candidate_count=WIDTH.get(name, 1)), Decoder(main)
     settings = {"max_new_tokens": 30, "eos": [2]}
     out = decoder.generate_batch(PROMPTS, **settings)
     assert [g.tokens for g in out] == [g.tokens for g in plain.generate_batch(PROMPTS, **settings)]
@@ -252,11 +256,12 @@ class Pair(NGram):
         return [Match(1, tuple(r.tokens[-1:-3:-1][:n])) for r, n in zip(rows, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["draft", "tree"])
+@pytest.mark.parametrize("name", ["draft", "tree", "sampled tree"])
 def test_what_it_samples_is_what_the_model_says(name: str, main: LlamaModel) -> None:
     """As in test_decoding, in batches whose rows draft either way; see there for the power."""
     model = kinds(main)[name]
-    counts = two_tokens(Decoder(main, Turns(Pair(), model), 2), temperature=1.0, top_p=0.95)
+    decoder = Decoder(main, Turns(Pair(), model), 2, candidate_count=WIDTH.get(name, 1))
+    counts = two_tokens(decoder, temperature=1.0, top_p=0.95)
     assert p_value(counts, exact(main, Sampling(1.0, top_p=0.95))) > SIGNIFICANCE
 
 
@@ -298,7 +303,7 @@ def test_control_a_choice_after_the_draw_is_found(main: LlamaModel) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_row_does_not_depend_on_its_batch(name: str, main: LlamaModel) -> None:
     """CASES 18, 21: neither its tokens nor what was drafted for it."""
-    decoder = Decoder(main, made_of(name, main), 4)
+    decoder = Decoder(main, made_of(name, main), 4, candidate_count=WIDTH.get(name, 1))
     settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.8}
     together = decoder.generate_batch(PROMPTS, seed=5, **settings)
     for index, (prompt, row_of_many) in enumerate(zip(PROMPTS, together, strict=True)):
@@ -359,7 +364,7 @@ def test_an_accepted_free_draft_reaches_the_model_as_if_it_were_its_own(main: Ll
                 seen.append((drafts(expected)[0], drafts(tree)[0]))
             return tree
 
-        def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
+        def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int] | None], hidden: Tensor) -> None:
             alone.observe(rows, paths, hidden)
             hybrid.observe(rows, paths, hidden)
 
@@ -387,7 +392,7 @@ def test_hybrids_by_name(tiny_folder: str, tiny_draft_folder: str) -> None:
     ngram = load_drafter("ngram", main, longest=2)
     assert isinstance(ngram, NGram)
     assert ngram.longest == 2
-    with pytest.raises(SettingError, match="option branches of ngram = 2: allowed is none but longest, shortest"):
-        load_drafter("ngram", main, branches=2)
+    with pytest.raises(SettingError, match="option confidence of ngram = 0.5: allowed is none but longest, shortest"):
+        load_drafter("ngram", main, confidence=0.5)
     with pytest.raises(ModelError, match="no model 'nope'"):
         load_drafter("ngram+nope", main)

@@ -105,7 +105,7 @@ class Reader(Drafter):
         width = max(lengths)
         return chains(torch.tensor([[row.tokens[-1]] * width for row in rows], dtype=torch.long), lengths)
 
-    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
+    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int] | None], hidden: Tensor) -> None:
         assert hidden.shape[0] == len(rows)
 
 

@@ -24,9 +24,10 @@ def draft_chain(
 
     state: the draft's hidden state [rows, hidden_size] behind the root; follow(tokens [rows], i): that behind token i.
     confidence: a chain ends before the product of the draft's largest probabilities falls below this; the token that
-    is about to be drawn has no say in that, so q stays what it was.
+    is about to be drawn has no say in that, so q stays what it was. Nothing is drafted behind an end of sequence.
     """
     sampling, width, device = rows[0].sampling, max(lengths), state.device
+    eos = torch.tensor(sorted(rows[0].eos), dtype=torch.long, device=device)
     u = None if sampling.greedy else uniforms([row.generator for row in rows], lengths, device)
     sure, ends = torch.ones(len(rows), device=device), torch.tensor(lengths, device=device)
     tokens = torch.zeros(len(rows), width, dtype=torch.long, device=device)
@@ -41,8 +42,10 @@ def draft_chain(
             if int(ends.max()) <= i:
                 return chains(tokens[:, :i], ends.tolist(), torch.stack(q[:i], 1) if i and q else None)
         tokens[:, i] = scores.argmax(-1) if u is None else draw(q[-1], u[:, i])
-        if i + 1 < width:
-            state = follow(tokens[:, i], i)
+        ends = torch.where(torch.isin(tokens[:, i], eos), ends.clamp(max=i + 1), ends)
+        if int(ends.max()) <= i + 1:
+            return chains(tokens[:, : i + 1], ends.tolist(), torch.stack(q, 1) if q else None)
+        state = follow(tokens[:, i], i)
     return chains(tokens, ends.tolist(), torch.stack(q, 1) if q else None)
 
 

@@ -67,7 +67,7 @@ class Hybrid(Drafter):
         self.free, self.partner, self.step_cost = free, model, step_cost
         self.model = model.model
         self.name = f"{free.name}+{model.name}"
-        self.reads_hidden = model.reads_hidden
+        self.reads_hidden, self.branches = model.reads_hidden, model.branches
         self._known: list[_Known] = []  # of each row
 
     @property
@@ -79,6 +79,10 @@ class Hybrid(Drafter):
     def cache_nbytes(self) -> int:
         """Bytes of its KV cache."""
         return self.partner.cache_nbytes
+
+    def nodes(self, length: int, candidates: int) -> int:
+        """Most nodes of a tree of that draft length with so many candidates."""
+        return self.partner.nodes(length, candidates)
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """New sequences; what was learned of the old ones is forgotten."""
@@ -109,9 +113,11 @@ class Hybrid(Drafter):
         levels = min(room, known.depth or room)
         return free >= (1 + known.model.expected(levels)) / (1 + self.step_cost * levels)
 
-    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
+    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int] | None], hidden: Tensor) -> None:
         """Learn how far each draft got, and pass on to the model what was committed."""
         for row, known, path in zip(rows, self._known, paths, strict=True):
+            if path is None:  # nothing follows yet
+                continue
             if known.match.draft:
                 known.free_survival().add(*_agreement(known.match.draft, row.tokens[known.before :]))
             if known.parents:

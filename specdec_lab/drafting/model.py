@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specdec_lab.drafting.chain import draft_chain
 from specdec_lab.drafting.protocol import Drafter, Row, Tree
+from specdec_lab.drafting.tree import draft_tree, known_branching, nodes_of
 from specdec_lab.errors import require
 from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import feed
@@ -14,23 +15,32 @@ from specdec_lab.models.protocol import Model
 
 
 class DraftModel(Drafter):
-    """Drafts a chain token by token, under the same processors as the main model.
+    """Drafts token by token, under the same processors as the main model; for several candidates, level by level.
 
     Sampling draws each token from q, the draft's distribution after every processor; greedy takes the arg-max,
-    whose q is one-hot. The cache holds a prefix of the committed tokens after every step.
+    whose q is one-hot. The cache holds a prefix of the committed tokens after every step. See draft_chain and
+    draft_tree.
     """
 
     model: Model
+    branches = True
 
-    def __init__(self, model: Model, vocab_size: int | None = None, confidence: float = 0.0) -> None:
-        """vocab_size: the main model's, where padding makes it differ from the draft's. confidence: see draft_chain."""
+    def __init__(
+        self, model: Model, vocab_size: int | None = None, branching: str = "dynamic", confidence: float = 0.0
+    ) -> None:
+        """vocab_size: the main model's, where padding makes it differ from the draft's."""
         require("confidence", confidence, isinstance(confidence, Real) and 0 <= confidence < 1, "0 (off) … 1")
-        self.confidence = confidence
+        self.branching, self.confidence = known_branching(branching), confidence
         self.model, self.name = model, model.name
         self.vocab_size = vocab_size or model.vocab_size
         self.context_length = model.context_length
         self.cache: KVCache | None = None
         self._before: list[int] = []  # committed tokens of each row when its draft began
+        self._chain = True  # whether the cache holds the drafted tokens in the order of their nodes
+
+    def nodes(self, length: int, candidates: int) -> int:
+        """Most nodes of a tree of that draft length with so many candidates."""
+        return nodes_of(self.branching, length, candidates)
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """Prefill all but the last token of each row that fits the draft's context."""
@@ -39,10 +49,9 @@ class DraftModel(Drafter):
         feed(self.model, self.cache, [self._known(row.tokens[: self.model.context_length][:-1]) for row in rows])
 
     def propose(self, rows: Sequence[Row], lengths: Sequence[int]) -> Tree:
-        """Draft a chain of up to lengths[r] tokens for each row."""
-        width = max(lengths)
+        """Draft up to lengths[r] tokens for each row, of each of its candidates."""
         self._before = [len(row.tokens) for row in rows]
-        if width == 0:
+        if max(lengths) == 0:
             return super().propose(rows, lengths)
         assert self.cache is not None, "start() comes first"
         behind = [
@@ -54,6 +63,11 @@ class DraftModel(Drafter):
         hidden = feed(self.model, self.cache, behind)
         assert hidden is not None
         cache = self.cache
+        self._chain = all(row.candidates == 1 for row in rows)
+        if not self._chain:
+            return draft_tree(
+                self.branching, self.model, rows, lengths, self.vocab_size, hidden, self._read, self.confidence
+            )
 
         def follow(tokens: Tensor, i: int) -> Tensor:
             hidden = self.model.forward(tokens[:, None], cache)[:, 0]
@@ -62,10 +76,20 @@ class DraftModel(Drafter):
 
         return draft_chain(self.model, rows, lengths, self.vocab_size, hidden, follow, self.confidence)
 
-    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
-        """Roll the cache back to the committed prefix; the last drafted token was never written."""
+    def _read(self, tokens: Tensor, before: Tensor, parents: Tensor, behind: int) -> Tensor:
+        """One forward over drafted tokens [rows, m]; see draft_tree."""
         assert self.cache is not None
-        kept = [before + len(path) for before, path in zip(self._before, paths, strict=True)]
+        return self.model.forward(tokens.clamp(max=self.model.vocab_size - 1), self.cache, parents, behind)
+
+    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int] | None], hidden: Tensor) -> None:
+        """Roll the cache back to the committed prefix; the last drafted token was never written.
+
+        Of a tree nothing was kept beyond its root, and to draft again the root is read again.
+        """
+        assert self.cache is not None
+        kept = []
+        for before, path in zip(self._before, paths, strict=True):
+            kept.append(before - 1 if path is None else before + (len(path) if self._chain else 0))
         self.cache.rollback([min(pair) for pair in zip(self.cache.lengths, kept, strict=True)])
 
     def drop(self, row: int) -> None:

@@ -17,9 +17,12 @@ class Row:
     """What a drafter sees of one sequence."""
 
     tokens: list[int]  # prompt and committed tokens; the last one is the root of the next tree
-    sampling: Sampling
+    sampling: Sampling  # how drafts are drawn
     generator: torch.Generator
-    # a drafter that draws masks q by it, too; None = anything may follow. By keyword: subclasses have fields behind it
+    # by keyword: subclasses have fields behind them
+    eos: frozenset[int] = field(default=frozenset(), kw_only=True)  # nothing needs drafting behind these
+    candidates: int = field(default=1, kw_only=True)  # how many the next tree is to hold
+    # a drafter that draws masks q by it, too; None = anything may follow
     constraint: Constraint | None = field(default=None, kw_only=True)
 
 
@@ -63,6 +66,7 @@ class Drafter:
     model: Model | None = None  # the model it drafts with, if any
     cache: KVCache | None = None  # of that model
     reads_hidden = False  # whether start and observe need the main model's hidden states
+    branches = False  # whether its trees can hold more than one candidate
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +77,10 @@ class Drafter:
     def cache_nbytes(self) -> int:
         """Bytes of its KV cache."""
         return self.cache.nbytes if self.cache else 0
+
+    def nodes(self, length: int, candidates: int) -> int:
+        """Most nodes of a tree of that draft length with so many candidates."""
+        return length
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """New sequences of up to max_len tokens each; forget the old ones.
@@ -85,8 +93,8 @@ class Drafter:
         """Draft up to lengths[r] tokens for each row. Here: nothing, which makes decoding autoregressive."""
         return chains(torch.zeros(len(rows), 0, dtype=torch.long), [0] * len(rows))
 
-    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int]], hidden: Tensor) -> None:
-        """Hear which drafted nodes of each row stayed, from the root down.
+    def observe(self, rows: Sequence[Row], paths: Sequence[Sequence[int] | None], hidden: Tensor) -> None:
+        """Hear which drafted nodes of each row stayed, from the root down; None: nothing follows, draft again.
 
         `rows[r].tokens` holds them and the token after them, but for a row that has just ended: its tokens are cut.
         hidden: the main model's final hidden states [rows, 1 + n, hidden_size] of the root and every node.

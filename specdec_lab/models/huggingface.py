@@ -114,9 +114,9 @@ class HuggingFaceModel:
         return cache
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None, behind: int = 0) -> Tensor:
         """Final hidden states [rows, n, hidden_size] of a block of tokens; see protocol.Model.forward."""
-        block = cache.block(tokens.shape[1], parents)
+        block = cache.block(tokens.shape[1], parents, behind)
         output = self._decoder(
             input_ids=tokens,
             attention_mask=self._masks(block),

@@ -116,9 +116,9 @@ class LlamaModel:
         return KVCache(len(self.layers), rows, self.kv_heads, max_len, self.head_dim, self.dtype, self.device)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None, behind: int = 0) -> Tensor:
         """Final hidden states [rows, n, hidden_size] of a block of tokens; see protocol.Model.forward."""
-        return self._layers(F.embedding(tokens, self.embedding), cache, parents)
+        return self._layers(F.embedding(tokens, self.embedding), cache, parents, behind)
 
     def _layers(self, x: Tensor, cache: KVCache, parents: Tensor | None, behind: int = 0) -> Tensor:
         """All decoder blocks and the last norm, on inputs [rows, n, hidden_size]."""

@@ -28,12 +28,13 @@ class Model(Protocol):
         """An empty cache for `rows` sequences of up to `max_len` tokens."""
         ...
 
-    def forward(self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache, parents: Tensor | None = None, behind: int = 0) -> Tensor:
         """Run one block of tokens behind each row's committed prefix.
 
         tokens: LongTensor [rows, n], rows = cache.rows. parents: LongTensor [rows, n], the parent of each
         token inside the block (a lower index), -1 for the prefix, -2 for padding; None for a chain. Padding
-        comes last in a row, so no real token sees it.
+        comes last in a row, so no real token sees it. behind: how many tokens of the same tree are in the cache
+        already, not committed; parents then holds theirs, too: [rows, behind + n].
         Returns the final hidden states [rows, n, hidden_size]. Keys and values land behind the prefix and
         stay scratch until `cache.commit` or `cache.advance`.
         """

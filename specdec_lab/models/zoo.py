@@ -36,10 +36,12 @@ RATIOS = ("1:2", "1:3", "1:4")
 FEATURES = ("feature", "parallel")  # drafts that read the main model's hidden states
 HYBRID = "ngram+"  # the beginning of a hybrid's name; its model's follows
 STEP_COST = {"1:2": 0.16, "1:3": 0.08, "1:4": 0.04}  # of a draft step in main steps, for a hybrid to weigh
-OPTIONS = {
+MODEL_OPTIONS = ("branching", "confidence")  # of any draft that is a model
+OPTIONS: dict[str, tuple[str, ...]] = {  # of the others
     "ngram": ("longest", "shortest"),
-    "feature": ("branches", "confidence"),
-    **dict.fromkeys(("parallel", *RATIOS), ("confidence",)),
+    "parallel": ("confidence",),
+    "none": (),
+    "grammar": (),
 }
 Bundled = TypeVar("Bundled", bound=LlamaModel)
 DTYPES = {
@@ -78,12 +80,12 @@ def load_drafter(name: str, main: Main, **options: Any) -> Drafter:
     """Load a drafter: "none", "ngram", "grammar", a ratio of the bundled family, "feature", "parallel", the main
     model's own name, or a model as load_main takes it; or a hybrid of prompt lookup with any of these, as "ngram+1:4".
 
-    options: longest and shortest of "ngram", branches and confidence of "feature", confidence of "parallel" and the
-    ratios; of a hybrid, its model's.
+    options: longest and shortest of "ngram", confidence of "parallel", branching and confidence of any other model;
+    of a hybrid, its model's.
 
     Raises ModelError when its vocabulary is not the main model's, or when a bundled draft meets another main.
     """
-    known = OPTIONS.get(name.removeprefix(HYBRID), ())
+    known = OPTIONS.get(name.removeprefix(HYBRID), MODEL_OPTIONS)
     for option, value in options.items():
         require(f"option {option} of {name}", value, option in known, f"none but {', '.join(known) or 'no option'}")
     if name == "none":
@@ -102,10 +104,10 @@ def load_drafter(name: str, main: Main, **options: Any) -> Drafter:
             raise UnknownNameError("draft", name, listing())
         return Hybrid(NGram(), load_drafter(partner, main, **options), STEP_COST.get(partner, STEP_COST["1:4"]))
     if name == main.name:  # a model that drafts for itself: the most that acceptance can reach
-        return DraftModel(main.model)
+        return DraftModel(main.model, **options)
     model, tokenizer, _ = _load(_find(name), name, main.model.device, main.model.dtype)
     check_vocabulary((tokenizer, model.vocab_size), (main.tokenizer, main.model.vocab_size))
-    return DraftModel(model, main.model.vocab_size)
+    return DraftModel(model, main.model.vocab_size, **options)
 
 
 def drafter_fingerprint(name: str) -> str:
