@@ -18,16 +18,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from specdec_lab.acceptance import Acceptance
 from specdec_lab.constrain import Grammar
+from specdec_lab.control import MAX_CANDIDATES, History
 from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
 from specdec_lab.drafting import Drafter
+from specdec_lab.drafting.tree import BRANCHINGS, known_branching
 from specdec_lab.errors import DataError, SettingError, SpecdecError, require
 from specdec_lab.metrics import Totals, first_difference, position_counts, repeated_ngrams, totals
 from specdec_lab.models.feed import CHUNK, feed
@@ -38,9 +41,12 @@ from specdec_lab.statistics import TOTALS, compare, summary
 from specdec_lab.tasks import Prompt, Score, get_task, load_prompts, score
 from specdec_lab.theory import measure_verify_curve
 
+if TYPE_CHECKING:
+    from specdec_lab.models.zoo import Main
+
 __all__ = ["Arm", "Block", "compare", "grid", "load", "mean_nll", "read_part", "run_block", "summary", "sweep"]
 
-SCHEMA = 1  # version of the rows and of how they are measured; part of every key
+SCHEMA = 2  # version of the rows and of how they are measured; part of every key
 WARM_UP = 16  # tokens
 POLL = 0.5  # seconds between looks at blocks that other workers hold
 
@@ -54,16 +60,61 @@ def _whole(field: str, value: Any, low: int, high: int | None = None) -> None:
 class Arm:
     """One way to decode. draft: a name that zoo.load_drafter takes; draft_length 0 is plain decoding again.
 
-    Raises SettingError.
+    candidate_count and branching: see drafting.tree; acceptance_rule … draft_temperature: see acceptance.Acceptance,
+    None being the rule's default; adaptive_threshold: of control.History, None for candidates that stay as they are.
+    Raises SettingError, and UnknownNameError for a rule or branching that does not exist.
     """
 
     draft: str = "1:4"
     draft_length: int = 4
+    candidate_count: int = 1
+    branching: str = BRANCHINGS[0]
+    acceptance_rule: str = "lossless"
+    acceptance_threshold: float | None = None
+    max_retries: int | None = None
+    draft_temperature: float | None = None
+    adaptive_threshold: float | None = None
 
     def __post_init__(self) -> None:
         ok = isinstance(self.draft, str) and self.draft.strip() not in ("", "none")
         require("draft", self.draft, ok, "a draft's name other than none, which is the baseline of every block")
         _whole("draft_length", self.draft_length, 0, MAX_DRAFT)
+        _whole("candidate_count", self.candidate_count, 1, MAX_CANDIDATES)
+        known_branching(self.branching)
+        rule, _ = self.acceptance, self.controller  # these validate
+        for name in ("threshold", "max_retries", "draft_temperature"):  # defaults and what they stand for have one key
+            field = "acceptance_threshold" if name == "threshold" else name
+            value = getattr(rule, name)
+            object.__setattr__(self, field, value if value is None or name == "max_retries" else float(value))
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """The rule with its settings."""
+        return Acceptance(self.acceptance_rule, self.acceptance_threshold, self.max_retries, self.draft_temperature)
+
+    @property
+    def controller(self) -> History | None:
+        """What plans each step, if not all are alike."""
+        return None if self.adaptive_threshold is None else History(self.adaptive_threshold)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What zoo.load_drafter takes beside the name."""
+        branches = self.branching != BRANCHINGS[0] and (self.candidate_count > 1 or self.controller is not None)
+        return {"branching": self.branching} if branches else {}
+
+    def decoder(self, main: "Main", drafter: Drafter) -> Decoder:
+        """A decoder that works so; raises SettingError for what the drafter does not do."""
+        return Decoder(
+            main.model,
+            drafter,
+            self.draft_length,
+            main.tokenizer,
+            eos=main.eos,
+            candidate_count=self.candidate_count,
+            acceptance=self.acceptance,
+            controller=self.controller,
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +150,7 @@ class Block:
             object.__setattr__(self, name, value)
         require("main", self.main, isinstance(self.main, str) and bool(self.main.strip()), "a model's name")
         ok = all(isinstance(arm, Arm) for arm in self.arms) and len(set(self.arms)) == len(self.arms)
-        require("arms", self.arms, ok, "different Arm(draft, draft_length)")
+        require("arms", self.arms, ok, "different Arm(draft, draft_length, …)")
         _whole("max_new_tokens", self.max_new_tokens, 1)
         _whole("seed", self.seed, 0, 2**62)
         _whole("repeats", self.repeats, 1)
@@ -113,6 +164,8 @@ class Block:
         if self.prompts is not None:
             _whole("prompts", self.prompts, 1)
         _ = self.sampling, [get_task(prompt.task) for prompt in self.chosen]  # these validate
+        for arm in self.arms:
+            arm.acceptance.require_temperature(self.temperature)
 
     @property
     def sampling(self) -> Sampling:
@@ -199,19 +252,23 @@ class Models:
         """Let go of everything."""
         self._what: tuple[Any, ...] | None = None
         self._main: Any = None
-        self._drafters: dict[str, Drafter] = {}
+        self._drafters: dict[Arm, Drafter] = {}
         self._scores: dict[tuple[str, tuple[int, ...]], Score] = {}
 
-    def load(self, block: Block) -> tuple[Any, dict[str, Drafter]]:
-        """(zoo.Main, drafters by name) of a block; raises ModelError."""
+    def load(self, block: Block) -> tuple[Any, dict[Arm, Drafter]]:
+        """(zoo.Main, the drafter of each arm) of a block; those that draft alike share one. Raises ModelError."""
         from specdec_lab.models.zoo import load_drafter, load_main
 
         what = (block.main, block.device, block.dtype)
         if what != self._what:
             self.forget()  # before the new ones come
             self._main, self._what = load_main(*what), what
-        names = dict.fromkeys(arm.draft for arm in block.arms)
-        self._drafters = {name: self._drafters.get(name) or load_drafter(name, self._main) for name in names}
+        kept = {(arm.draft, str(arm.options)): drafter for arm, drafter in self._drafters.items()}
+        self._drafters = {}
+        for arm in block.arms:
+            how = arm.draft, str(arm.options)
+            kept[how] = kept.get(how) or load_drafter(arm.draft, self._main, **arm.options)
+            self._drafters[arm] = kept[how]
         return self._main, self._drafters
 
     def score(self, prompt: Prompt, ids: Sequence[int], made: Generation) -> Score:
@@ -273,14 +330,12 @@ def run_block(
 
 
 def _measure(
-    block: Block, main: Any, drafters: Mapping[str, Drafter], models: Models, tick: Callable[[int], object]
+    block: Block, main: Any, drafters: Mapping[Arm, Drafter], models: Models, tick: Callable[[int], object]
 ) -> list[dict[str, Any]]:
     """The block's rows: every prompt and repeat, the baseline and every arm."""
     baseline = Decoder(main.model, tokenizer=main.tokenizer, eos=main.eos)
     arms: list[Arm | None] = [None, *block.arms]
-    decoders = [baseline]
-    for arm in block.arms:
-        decoders.append(Decoder(main.model, drafters[arm.draft], arm.draft_length, main.tokenizer, eos=main.eos))
+    decoders = [baseline, *(arm.decoder(main, drafters[arm]) for arm in block.arms)]
     ids = encode_all(baseline, block.chosen)
     settings = {**asdict(block.sampling), "max_new_tokens": block.max_new_tokens}
     rows = []
@@ -336,7 +391,7 @@ def alternate(
 
 
 def _arm_columns(arm: Arm | None) -> dict[str, Any]:
-    return {"draft": "none", "draft_length": 0} if arm is None else asdict(arm)
+    return asdict(arm or Arm()) | ({"draft": "none", "draft_length": 0} if arm is None else {})
 
 
 def _sameness(model: Model, prompt: Sequence[int], tokens: Sequence[int], plain: Sequence[int]) -> dict[str, Any]:
@@ -373,7 +428,7 @@ def _counts(made: Generation) -> dict[str, Any]:
     }
 
 
-def _metadata(block: Block, main: Any, drafters: Mapping[str, Drafter]) -> dict[str, Any]:
+def _metadata(block: Block, main: Any, drafters: Mapping[Arm, Drafter]) -> dict[str, Any]:
     """What is true of all rows of a part: settings, models, machine, the measured verify-cost curve; JSON-able."""
     from specdec_lab.models.zoo import drafter_fingerprint
 
@@ -388,8 +443,8 @@ def _metadata(block: Block, main: Any, drafters: Mapping[str, Drafter]) -> dict[
         "provenance": about,
         "main": _sizes(main.model) | {"fingerprint": main.fingerprint},
         "drafts": {
-            name: _sizes(getattr(drafter, "model", None)) | {"fingerprint": drafter_fingerprint(name)}
-            for name, drafter in drafters.items()
+            arm.draft: _sizes(getattr(drafter, "model", None)) | {"fingerprint": drafter_fingerprint(arm.draft)}
+            for arm, drafter in drafters.items()
         },
         "verify_curve": {"k": list(curve.ks), "ratio": list(curve.ratio), "seconds": list(curve.seconds)},
     }
@@ -441,7 +496,10 @@ def sweep(blocks: Sequence[Block], folder: str | Path, progress: bool = True) ->
 
 
 TYPES = {
-    **{"draft": pa.string(), "draft_length": pa.int32(), "prompt_id": pa.string(), "prompt_sha": pa.string()},
+    **{"draft": pa.string(), "draft_length": pa.int32(), "candidate_count": pa.int32(), "branching": pa.string()},
+    **{"acceptance_rule": pa.string(), "acceptance_threshold": pa.float64(), "max_retries": pa.int32()},
+    **{"draft_temperature": pa.float64(), "adaptive_threshold": pa.float64()},
+    **{"prompt_id": pa.string(), "prompt_sha": pa.string()},
     **{"kind": pa.string(), "repeat": pa.int32(), "order": pa.int32()},
     **{
         "quality": pa.float64(),

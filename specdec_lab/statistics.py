@@ -111,7 +111,11 @@ def _alone(formula: Callable[[Totals], float | None]) -> Formula:
     return lambda t, plain: formula(t)
 
 
-CONTEXT = ("part", "main", "task", "draft", "draft_length")
+ARM = (  # fields of experiment.Arm
+    "draft", "draft_length", "candidate_count", "branching", "acceptance_rule", "acceptance_threshold", "max_retries",
+    "draft_temperature", "adaptive_threshold",
+)  # fmt: skip
+CONTEXT = ("part", "main", "task")
 SIZES = ("main_parameters", "main_body_parameters", "draft_parameters", "draft_body_parameters")
 SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "device")
 MACHINE = ("dtype", "threads", "cpu", "gpu", "commit")
@@ -132,6 +136,10 @@ FORMULAS: dict[str, Formula] = {
     **{formula.__name__: formula for formula in AGAINST},
     **{formula.__name__: _alone(formula) for formula in ALONE},
 }
+
+
+def _arm(table: pd.DataFrame) -> list[str]:
+    return [name for name in ARM if name in table]
 
 
 def prompt_sums(rows: pd.DataFrame) -> pd.DataFrame:
@@ -163,8 +171,8 @@ def summary(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> pd
     """
     differing = [name for name in (*SETTINGS, *MACHINE) if name in rows and rows[name].nunique(dropna=False) > 1]
     return pd.DataFrame(
-        _line(group, [*CONTEXT, *differing, *SIZES], resamples, seed)
-        for _, group in rows.groupby(["part", "draft", "draft_length"], sort=False)
+        _line(group, [*CONTEXT, *_arm(rows), *differing, *SIZES], resamples, seed)
+        for _, group in rows.groupby(["part", *_arm(rows)], sort=False, dropna=False)
     )
 
 
@@ -238,9 +246,11 @@ def compare(
     if value not in FORMULAS:
         raise UnknownNameError("metric to compare", value, FORMULAS)
     for name, rows in (("a", a), ("b", b)):
-        arms = rows.groupby(["main", "draft", "draft_length"]).size().index.tolist()
+        arms = rows[["main", *_arm(rows)]].drop_duplicates()
         if len(arms) != 1:
-            raise DataError(f"{name} holds {len(arms)} arms, compare takes one: {arms[:8]}")
+            told = [c for c in arms if c in ("main", "draft", "draft_length") or arms[c].nunique(dropna=False) > 1]
+            held = list(arms[told].itertuples(index=False, name=None))
+            raise DataError(f"{name} holds {len(arms)} arms, compare takes one: {held[:8]}")
         if rows.groupby("task").part.nunique().max() > 1:
             raise DataError(f"{name} mixes parts with different settings; pick one by the column `part`")
     left, right = prompt_sums(a), prompt_sums(b)

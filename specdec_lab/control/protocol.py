@@ -19,9 +19,12 @@ class Plan:
 
 
 class Controller(Protocol):
-    """Plans each step of one text. `most` bounds the candidates it may ask for."""
+    """Plans each step of one text."""
 
-    most: int
+    @property
+    def most(self) -> int:
+        """Most candidates it may ask for."""
+        ...
 
     def plan(self, usual: Plan, steps: Sequence[Step]) -> Plan:
         """The next step's plan. usual: what the decoder was set to; steps: the text's so far, oldest first."""
