@@ -9,11 +9,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from specdec_lab.errors import DataError, SettingError, SpecdecError, UnknownNameError
+from specdec_lab.errors import DataError, SettingError, SpecdecError, UnknownNameError, require
 
 AGREEMENT = {"match": "greedy match", "overlap": "Σ min(p, q)", "alpha": "α"}
 KEPT = {  # by commands that are interrupted; `evaluate` says for itself
@@ -59,8 +59,6 @@ def _underscored(word: str) -> str:
 def _set_threads(args: argparse.Namespace) -> None:
     if getattr(args, "threads", None) is not None:
         import torch
-
-        from specdec_lab.errors import require
 
         require("threads", args.threads, 1 <= args.threads <= 1024, "an integer 1 … 1024")
         torch.set_num_threads(args.threads)
@@ -173,6 +171,15 @@ def _decoding_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--draft", help="a name that `models` lists; default 1:4")
     sub.add_argument("--draft_length", type=int, help="tokens drafted a step; 0 is plain decoding; default 4")
     sub.add_argument("--profile", help="draft and draft_length by task, from profiles.toml: fastest")
+    sub.add_argument("--candidate_count", type=int, default=1, help="candidates a step, 1 … 8, merged into one tree")
+    sub.add_argument("--branching", help="how candidates part: dynamic (default), top_k, chains or distinct")
+    sub.add_argument(
+        "--acceptance_rule", default="lossless", help="lossless, threshold, typical, lenience, block or sequence"
+    )
+    sub.add_argument("--acceptance_threshold", type=float, help="0 … 1, of every rule but lossless")
+    sub.add_argument("--max_retries", type=int, help="of block and sequence: how often a refused draft is drawn anew")
+    sub.add_argument("--draft_temperature", type=float, help="of block and sequence: what drafts are drawn at")
+    sub.add_argument("--adaptive_threshold", type=float, help="more candidates while verification succeeds so often")
     sub.add_argument("--max_new_tokens", type=int, default=128)
     sub.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     sub.add_argument("--top_k", type=int, default=0)
@@ -245,8 +252,6 @@ def _valid(row: Any, grammar: Any, made: Any, eos: Sequence[int]) -> bool | None
     Unconstrained JSON is held to the row's own schema. What a length limit cut counts as it stands.
     Raises DataError for a schema that jsonschema cannot use.
     """
-    from dataclasses import replace
-
     from specdec_lab.tasks.scores import json_score
 
     if grammar is not None and grammar.source.schema is None:
@@ -285,26 +290,42 @@ def _drafting(args: argparse.Namespace, task: str | None) -> Any:
     return load_profile(args.profile).for_task(task)
 
 
+def _arm(args: argparse.Namespace) -> Any:
+    """The experiment.Arm of the options, but for its draft; raises SettingError."""
+    from specdec_lab.experiment import Arm
+
+    named = ("candidate_count", "acceptance_rule", "acceptance_threshold", "max_retries", "draft_temperature")
+    given = {name: getattr(args, name) for name in (*named, "adaptive_threshold")}
+    if args.branching is not None:
+        alone = args.candidate_count == 1 and args.adaptive_threshold is None
+        require("branching", args.branching, not alone, "none without --candidate_count or --adaptive_threshold")
+        given["branching"] = args.branching
+    arm = Arm(**given)
+    arm.acceptance.require_temperature(args.temperature)
+    return arm
+
+
 def _decoders(args: argparse.Namespace, drafting: Sequence[Any]) -> tuple[Any, list[Any], Any]:
     """(zoo.Main, a decoder for each profiles.Drafting, the plain one); settings are validated before a model loads.
 
     What drafts with the same model shares it, so that those decoders take turns.
     """
     from specdec_lab.decoding import Decoder
-    from specdec_lab.errors import require
     from specdec_lab.models.zoo import load_drafter, load_main
     from specdec_lab.sampling import Sampling
 
     Sampling(**{name: getattr(args, name) for name in SAMPLING})
+    arm = _arm(args)
     require("max_new_tokens", args.max_new_tokens, args.max_new_tokens >= 1, "an integer >= 1")
     main_model = load_main(args.main, args.device, args.dtype)
     drafters: dict[str, Any] = {}
     decoders = []
     for each in drafting:
-        key = json.dumps([each.draft, dict(each.options)], sort_keys=True)
-        drafters[key] = drafters.get(key) or load_drafter(each.draft, main_model, **each.options)
-        length = each.draft_length
-        decoders.append(Decoder(main_model.model, drafters[key], length, main_model.tokenizer, eos=main_model.eos))
+        options = {**each.options, **arm.options}
+        key = json.dumps([each.draft, options], sort_keys=True)
+        drafters[key] = drafters.get(key) or load_drafter(each.draft, main_model, **options)
+        how = replace(arm, draft="1:4" if each.draft == "none" else each.draft, draft_length=each.draft_length)
+        decoders.append(how.decoder(main_model, drafters[key]))
     plain = Decoder(main_model.model, tokenizer=main_model.tokenizer, eos=main_model.eos)
     return main_model, decoders, plain
 
@@ -506,7 +527,7 @@ def _distill(args: argparse.Namespace) -> Any:
 
 def _match(args: argparse.Namespace) -> Any:
     from specdec_lab.decoding import MAX_DRAFT
-    from specdec_lab.errors import ModelError, require
+    from specdec_lab.errors import ModelError
     from specdec_lab.experiment import encode_all
     from specdec_lab.models.zoo import RATIOS, load_drafter, load_main
     from specdec_lab.studies import agreement, agreement_line
@@ -549,8 +570,6 @@ def _plain(main_model: Any) -> Any:
 
 
 def _study(args: argparse.Namespace) -> Any:
-    from dataclasses import replace
-
     from tqdm import tqdm
 
     from specdec_lab import plots, studies
