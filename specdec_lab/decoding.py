@@ -421,6 +421,7 @@ class Decoder:
                     eos=ends,
                     stop=stops,
                     trace=Trace(prompt_tokens=len(tokens)),
+                    tree=self._most > 1,
                     bounded_by="length" if max_new_tokens <= left else "context",
                     constraint=grammar.constraint(ends, self.main.vocab_size, self.main.device) if grammar else None,
                 )

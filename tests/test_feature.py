@@ -59,7 +59,9 @@ def states(main: LlamaModel, tokens: Sequence[int]) -> Tensor:
 
 
 def row(tokens: Sequence[int], candidates: int = 1, **how: Any) -> Row:
-    return Row(list(tokens), Sampling(**how), torch.Generator().manual_seed(0), candidates=candidates)
+    return Row(
+        list(tokens), Sampling(**how), torch.Generator().manual_seed(0), candidates=candidates, tree=candidates > 1
+    )
 
 
 TOKENS = (3, 1, 4, 1, 5, 2, 6, 5, 3, 5)

@@ -63,7 +63,7 @@ class FeatureDraft(Drafter):
         self._root = [
             states[-1:] if len(states) else old for states, old in zip(self._pending, self._root, strict=True)
         ]
-        if any(row.candidates > 1 for row in rows):
+        if rows[0].tree:
             state, size = self._catch_up(rows, 0)[:, 0], self.vocab_size
             return draft_tree(self.branching, self.model, rows, lengths, size, state, self._step, self.confidence)
         ahead = 0 if self.model.placeholders is None else min(max(lengths) - 1, len(self.model.placeholders))

@@ -63,7 +63,7 @@ class DraftModel(Drafter):
         hidden = feed(self.model, self.cache, behind)
         assert hidden is not None
         cache = self.cache
-        self._chain = all(row.candidates == 1 for row in rows)
+        self._chain = not rows[0].tree
         if not self._chain:
             return draft_tree(
                 self.branching, self.model, rows, lengths, self.vocab_size, hidden, self._read, self.confidence

@@ -22,6 +22,7 @@ class Row:
     # by keyword: subclasses have fields behind them
     eos: frozenset[int] = field(default=frozenset(), kw_only=True)  # nothing needs drafting behind these
     candidates: int = field(default=1, kw_only=True)  # how many the next tree is to hold
+    tree: bool = field(default=False, kw_only=True)  # whether there may be several, now or later
     # a drafter that draws masks q by it, too; None = anything may follow
     constraint: Constraint | None = field(default=None, kw_only=True)
 

@@ -201,7 +201,7 @@ class _Dynamic(_Growth):
             parents.append(at.repeat_interleave(k, 1))
             best = scores[-1].topk(k)
             ranked = torch.cat(scores, 1).sort(-1, descending=True).values
-            enough = ranked[:, min(most, ranked.shape[1]) - 1] if ranked.shape[1] >= most else best.values[:, -1]
+            enough = ranked[:, most - 1] if ranked.shape[1] >= most else torch.full_like(ranked[:, 0], -math.inf)
             if level + 1 == most or not (best.values[:, 0] > enough.clamp(min=floor)).any():
                 break
             source, behind = best.indices // k, fed.shape[1]
