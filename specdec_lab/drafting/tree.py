@@ -211,7 +211,7 @@ class _Dynamic(_Growth):
             hidden = read(ids, before, fed, behind)
             way = paths.gather(1, source[..., None].expand(-1, -1, paths.shape[-1]))
             paths = torch.cat([way, ids[..., None]], -1)
-            at, reach = first + best.indices, best.values.masked_fill(narrow, -math.inf)
+            at, reach = first + best.indices, best.values.masked_fill(narrow | torch.isin(ids, self.eos), -math.inf)
         return self._most_probable(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), floor)
 
     def _top(self, hidden: Tensor, paths: Tensor) -> tuple[Tensor, Tensor]:
