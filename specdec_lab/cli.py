@@ -24,10 +24,10 @@ KEPT = {  # by commands that are interrupted; `evaluate` says for itself
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run one command; returns the exit code. parser: of another command line that sets `run` and `command`."""
     words = [_underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
-    args = _parser().parse_args(words)
+    args = (parser or _parser()).parse_args(words)
     try:
         _set_threads(args)
         result = args.run(args)
@@ -112,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="VALUE is YAML")
     run.add_argument("--out", help="the executed copy; default build/notebooks/<name>.ipynb")
 
+    abroad = command("elsewhere", _elsewhere, "print a setting as transformers, vLLM and llama.cpp spell it")
+    abroad.add_argument("systems", nargs="*", metavar="SYSTEM", help="transformers, vllm, llama.cpp; default all")
+    abroad.add_argument("--task", help="the task type, for --profile: json, code, prose …")
+    _decoding_options(abroad)
+
     export = command("export", _export, "write `main` or a bundled draft as a Hugging Face folder")
     export.add_argument("name", help="main, 1:2, 1:3 or 1:4")
     export.add_argument("folder", type=Path)
@@ -180,6 +185,11 @@ def _decoding_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--max_retries", type=int, help="of block and sequence: how often a refused draft is drawn anew")
     sub.add_argument("--draft_temperature", type=float, help="of block and sequence: what drafts are drawn at")
     sub.add_argument("--adaptive_threshold", type=float, help="more candidates while verification succeeds so often")
+    _running_options(sub)
+
+
+def _running_options(sub: argparse.ArgumentParser) -> None:
+    """Options of an output, however it is drafted."""
     sub.add_argument("--max_new_tokens", type=int, default=128)
     sub.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     sub.add_argument("--top_k", type=int, default=0)
@@ -506,6 +516,28 @@ def _run(args: argparse.Namespace) -> Any:
     out = run_notebook(args.notebook, {name: yaml.safe_load(value) for name, value in args.p}, args.out)
     _say(args, f"the executed notebook is {out}")
     return {"notebook": str(out)}
+
+
+def _elsewhere(args: argparse.Namespace) -> Any:
+    from specdec_lab.elsewhere import SYSTEMS, Setting, elsewhere
+    from specdec_lab.models.zoo import placement
+    from specdec_lab.sampling import Sampling
+
+    if args.task is not None and args.profile is None:
+        raise SettingError("task", args.task, "none without --profile")
+    how = _drafting(args, args.task)
+    plain = how.draft == "none"
+    arm = replace(_arm(args), draft="ngram" if plain else how.draft, draft_length=0 if plain else how.draft_length)
+    sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
+    _, dtype = placement(args.device, args.dtype)
+    setting = Setting(args.main, arm, sampling, args.max_new_tokens, args.seed, dtype, how.options)
+    found = {system: elsewhere(system, setting) for system in args.systems or SYSTEMS}
+    for each in found.values():
+        _say(
+            args, "\n".join([f"# {each.checked}", *each.prepare, each.text, *(f"# lost: {line}" for line in each.lost)])
+        )
+        _say(args, "")
+    return {system: asdict(each) for system, each in found.items()}
 
 
 def _export(args: argparse.Namespace) -> Any:
