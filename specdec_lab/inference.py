@@ -85,9 +85,7 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
             raise SettingError(name, value, "none without --enable_speculative_decoding, as decoding is then plain")
         settings = {"draft_model_path": "none", "draft_length": 0}
     settings |= given
-    count = settings.get("candidate_count", settings.get("initial_candidates", 1))
-    if "candidate_count" in given:  # it wins over what the file says
-        count = given["candidate_count"]
+    count = settings.get("candidate_count", settings.get("initial_candidates", 1))  # a file has the latter alone
     block = [settings.get(name) for name in ("acceptance_threshold", "max_retries", "draft_temperature")]
     adaptive = settings.get("adaptive_threshold")
     return {

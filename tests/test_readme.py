@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec_lab import cli
+from specdec_lab import cli, inference
 from specdec_lab.decoding import Decoder
 from specdec_lab.metrics import METRICS, markdown
 from specdec_lab.models import zoo
@@ -45,6 +45,14 @@ def test_every_command_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     for line in lines:
         words = [cli._underscored(word) for word in shlex.split(line)[1:]]
         cli._parser().parse_args(words)  # exits with 2 on a word it does not know
+
+
+def test_every_inference_command_parses() -> None:
+    start = "python -m specdec_lab.inference "
+    lines = [line for block in blocks("") for line in block.splitlines() if line.startswith(start)]
+    assert len(lines) >= 2
+    for line in lines:
+        inference._parser().parse_args([cli._underscored(word) for word in shlex.split(line.removeprefix(start))])
 
 
 def test_every_file_it_names_exists() -> None:
