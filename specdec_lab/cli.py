@@ -19,7 +19,7 @@ AGREEMENT = {"match": "greedy match", "overlap": "Σ min(p, q)", "alpha": "α"}
 KEPT = {  # by commands that are interrupted; `evaluate` says for itself
     "sweep": "the parts that were finished are kept, and the same command goes on after them",
     "distill": "hidden states and checkpoints so far are kept, and the same command goes on from them",
-    **dict.fromkeys(("bench", "study", "match", "verify"), "nothing is kept"),
+    **dict.fromkeys(("bench", "study", "match", "verify", "assess"), "nothing is kept"),
 }
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -91,6 +91,24 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--save_tokens", type=Path, help="write {id, tokens} lines, tokens as emitted")
     _decoding_options(many)
     _constraint_options(many, "FILE, any, or auto: each row's own schema, any JSON for rows without")
+
+    assess = command(
+        "assess", _assess, "does drafting pay for these prompts? predicted from a short probe, with reasons"
+    )
+    assess.add_argument("--prompts", required=True, nargs="+", help="FILE.jsonl, or tasks: json, code, prose …")
+    assess.add_argument("--limit", type=int, default=8, help="prompts of each that are probed, evenly spread")
+    assess.add_argument("--main", default="bundled", help="bundled, a folder, a GGUF file or a hub id")
+    assess.add_argument("--drafts", nargs="+", help="default 1:2 1:4 ngram feature; for another main model ngram")
+    assess.add_argument("--draft_lengths", nargs="+", type=int, help="predicted; the longest is probed; default 1 … 12")
+    assess.add_argument("--output_tokens", type=int, help="how many you mean to generate; default max_new_tokens")
+    assess.add_argument(
+        "--check",
+        nargs="*",
+        type=int,
+        metavar="LENGTH",
+        help="score the predictions on other prompts, at these draft lengths; default 2 6",
+    )
+    _running_options(assess, max_new_tokens=40)
 
     sweep = command("sweep", _sweep, "run 03_ratio_sweep.ipynb: draft sizes x tasks x draft lengths, figures, table")
     sweep.add_argument("--main")
@@ -188,9 +206,9 @@ def _decoding_options(sub: argparse.ArgumentParser) -> None:
     _running_options(sub)
 
 
-def _running_options(sub: argparse.ArgumentParser) -> None:
+def _running_options(sub: argparse.ArgumentParser, max_new_tokens: int = 128) -> None:
     """Options of an output, however it is drafted."""
-    sub.add_argument("--max_new_tokens", type=int, default=128)
+    sub.add_argument("--max_new_tokens", type=int, default=max_new_tokens)
     sub.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     sub.add_argument("--top_k", type=int, default=0)
     sub.add_argument("--top_p", type=float, default=1.0)
@@ -479,6 +497,86 @@ def _evaluate(args: argparse.Namespace) -> Any:
         saved = f", whose tokens are in {args.save_tokens}" if args.save_tokens and done else ""
         raise KeyboardInterrupt(f"the numbers are of the {len(done)} prompts that were finished{saved}")
     return result
+
+
+def _assess(args: argparse.Namespace) -> Any:
+    from dataclasses import replace
+
+    from specdec_lab.assess import CHECKED, Plan, lines, require_unprobed, score_dict, score_lines, to_dict, unsuitable
+    from specdec_lab.errors import ArchitectureError, require
+    from specdec_lab.models.zoo import load_main
+    from specdec_lab.sampling import Sampling
+
+    require("prompts", args.prompts, len(set(args.prompts)) == len(args.prompts), "different files or tasks")
+    given = {name: tuple(value) for name in ("drafts", "draft_lengths") if (value := getattr(args, name))}
+    if args.main != "bundled":
+        given.setdefault("drafts", ("ngram",))
+    sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
+    plan = Plan(
+        max_new_tokens=args.max_new_tokens,
+        output_tokens=args.output_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        **given,
+    )
+    checked = None if args.check is None else tuple(args.check or CHECKED)
+    if checked is not None:
+        plan = replace(plan, draft_lengths=tuple(sorted({*plan.draft_lengths, *checked})))
+        require_unprobed(plan, checked)
+    sets = _probe_sets(args, checked is not None)
+    try:
+        main_model = load_main(args.main, args.device, args.dtype)
+    except ArchitectureError as error:
+        _say(args, f"don't use drafting with {args.main}: {unsuitable(error)}")
+        return {"main": args.main, "assessments": [], "exclusions": [unsuitable(error)]}
+    found, scored = _assessments(args, main_model, plan, sets, checked)
+    for each in found:
+        _say(args, "\n".join([*lines(each), ""]))
+    result = {"main": args.main, "assessments": [to_dict(each) for each in found]}
+    if checked is not None:
+        _say(args, "\n".join(score_lines(scored)))
+        result["check"] = score_dict(scored)
+    return result
+
+
+def _probe_sets(args: argparse.Namespace, checked: bool) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Prompts to probe, and to score predictions on, by name of the set; raises DataError where there are too few."""
+    from specdec_lab.assess import split
+    from specdec_lab.tasks import load_prompts
+
+    return {
+        name: split(load_prompts(name), args.limit) if checked else (load_prompts(name, args.limit), [])
+        for name in args.prompts
+    }
+
+
+def _assessments(
+    args: argparse.Namespace,
+    main_model: Any,
+    plan: Any,
+    sets: dict[str, tuple[list[Any], list[Any]]],
+    checked: Sequence[int] | None,
+) -> tuple[list[Any], list[Any]]:
+    """The assessment of every set of prompts, and the scored predictions where they are checked."""
+    from tqdm import tqdm
+
+    from specdec_lab.assess import assess, load_drafts, score_predictions
+    from specdec_lab.theory import measure_verify_curve
+
+    drafters = load_drafts(plan.drafts, main_model)
+    curve = measure_verify_curve(main_model.model, context=min(128, main_model.model.context_length // 2))
+    arms, found, scored = len(drafters[0]), list[Any](), list[Any]()
+    total = sum(len(probe) * (1 + arms) for probe, _ in sets.values())
+    total += sum(len(others) * (1 + arms * len(checked or ())) for _, others in sets.values())
+    with tqdm(total=total, unit="text", mininterval=5, file=sys.stderr) as bar:
+        for name, (probe, others) in sets.items():
+            given: dict[str, Any] = {"name": name, "drafters": drafters, "curve": curve, "tick": bar.update}
+            found.append(assess(main_model, probe, plan, **given))
+            if checked is not None:
+                scored += score_predictions(
+                    main_model, found[-1], others, checked, drafters=drafters[0], tick=bar.update
+                )
+    return found, scored
 
 
 def _sweep(args: argparse.Namespace) -> Any:

@@ -33,6 +33,10 @@ class ModelError(SpecdecError):
     """A model that cannot be loaded, or cannot do what decoding needs of it."""
 
 
+class ArchitectureError(ModelError):
+    """An architecture that cannot serve draft/verify decoding, as one whose state cannot be rolled back."""
+
+
 def require(field: str, value: Any, ok: bool, allowed: str) -> None:
     """Raise SettingError unless `ok`."""
     if not ok:

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from specdec_lab.errors import ModelError
+from specdec_lab.errors import ArchitectureError, ModelError
 from specdec_lab.models.cache import Block, KVCache
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class HuggingFaceModel:
     model: loaded, on one device. It is set to eval mode and to sdpa attention (eager where sdpa would not be
     exact), and used as it is, not copied. Construction runs some 50 tokens through it: what it caches shows the
     shapes, and a tree, ragged rows and a commit must give the logits of plain forwards.
-    Raises ModelError, naming architecture and reason, for what cannot roll back or take an explicit mask.
+    Raises ArchitectureError, naming architecture and reason, for what cannot roll back or take an explicit mask.
     """
 
     def __init__(self, model: "PreTrainedModel", name: str) -> None:
@@ -155,8 +155,8 @@ class HuggingFaceModel:
             masks[kind] = mask.masked_fill_(~near, float("-inf"))
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _error(self, reason: str) -> ModelError:
-        return ModelError(f"{type(self._model).__name__} cannot be used here: {reason}")
+    def _error(self, reason: str) -> ArchitectureError:
+        return ArchitectureError(f"{type(self._model).__name__} cannot be used here: {reason}")
 
     def _refuse_known(self) -> None:
         """Refuse what the config already tells, for the sake of a good message."""
