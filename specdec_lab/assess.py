@@ -33,7 +33,7 @@ from specdec_lab.trace import Trace
 
 LONG = 1024  # tokens of output beyond which the articles do not recommend drafting
 CREATIVE = ("prose", "writing", "roleplay", "train_prose", "train_writing")  # task types of creative text
-CHECKED = (2, 6)  # draft lengths that predictions are held against
+CHECKED = (2, 4)  # draft lengths that predictions are held against
 BOUNDS = {
     "alpha": ("α", "if every drafted token stayed"),
     "c": ("c", "if drafting were free"),
@@ -115,13 +115,6 @@ def replay(trace: Trace, draft_length: int, limit: int, unknown: float) -> Float
             weight *= stays[at]
         begins[min(start + drafted + 1, len(stays))] += weight
     return steps
-
-
-def staying(traces: Sequence[Trace]) -> float:
-    """The chance that a drafted token stays behind one that stayed; 0 when none was tried."""
-    counts = metrics.position_counts(traces)
-    tried, accepted = (sum(counts[name][1:]) for name in ("tried", "accepted"))
-    return accepted / tried if tried else 0.0
 
 
 def break_even(shares: Sequence[float] | Floats, cost: float) -> float | None:
@@ -228,7 +221,7 @@ class Probe:
 
     def _steps(self, draft_length: int) -> Floats:
         """Expected steps of each text that draft 0 … draft_length tokens [prompts, draft_length + 1]."""
-        unknown = staying(self.traces)
+        unknown = metrics.acceptance_probability(self.sums[0]) or 0.0
         return np.stack([replay(trace, draft_length, self.limit, unknown) for trace in self.traces])
 
     def _verify(self, draft_length: int) -> Floats:
@@ -306,7 +299,7 @@ class Suitability:
         speed = f"{best.speedup.value:.2f}×{_between(best.speedup)} with {_tokens(best.draft_length)} a step"
         said = f"use {self.draft}: {speed}" if best.pays else f"don't use {self.draft}: at best {speed}"
         if not best.sure:
-            said += ", which is not sure: the interval " + ("holds 1" if best.speedup.known else "needs more prompts")
+            said += ", but not surely: " + ("the interval holds 1" if best.speedup.known else "too few prompts to tell")
         if self.c is None:
             return f"{said}. It drafted nothing in the probe"
         needed = "even α = 1 would not pay" if best.break_even is None else f"break-even α {best.break_even:.2f}"

@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         type=int,
         metavar="LENGTH",
-        help="score the predictions on other prompts, at these draft lengths; default 2 6",
+        help="score the predictions on other prompts, at these draft lengths; default 2 4",
     )
     _running_options(assess, max_new_tokens=40)
 
@@ -561,8 +561,11 @@ def _assessments(
     from tqdm import tqdm
 
     from specdec_lab.assess import assess, load_drafts, score_predictions
+    from specdec_lab.experiment import encode_all
     from specdec_lab.theory import measure_verify_curve
 
+    for probe, others in sets.values():
+        encode_all(_plain(main_model), [*probe, *others])  # what does not fit is told before anything is decoded
     drafters = load_drafts(plan.drafts, main_model)
     curve = measure_verify_curve(main_model.model, context=min(128, main_model.model.context_length // 2))
     arms, found, scored = len(drafters[0]), list[Any](), list[Any]()

@@ -73,7 +73,8 @@ class HuggingFaceModel:
     model: loaded, on one device. It is set to eval mode and to sdpa attention (eager where sdpa would not be
     exact), and used as it is, not copied. Construction runs some 50 tokens through it: what it caches shows the
     shapes, and a tree, ragged rows and a commit must give the logits of plain forwards.
-    Raises ArchitectureError, naming architecture and reason, for what cannot roll back or take an explicit mask.
+    Raises ArchitectureError, naming architecture and reason, for what cannot roll back or take an explicit mask, and
+    ModelError for damaged weights.
     """
 
     def __init__(self, model: "PreTrainedModel", name: str) -> None:
@@ -155,8 +156,8 @@ class HuggingFaceModel:
             masks[kind] = mask.masked_fill_(~near, float("-inf"))
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _error(self, reason: str) -> ArchitectureError:
-        return ArchitectureError(f"{type(self._model).__name__} cannot be used here: {reason}")
+    def _error(self, reason: str, kind: type[ModelError] = ArchitectureError) -> ModelError:
+        return kind(f"{type(self._model).__name__} cannot be used here: {reason}")
 
     def _refuse_known(self) -> None:
         """Refuse what the config already tells, for the sake of a good message."""
@@ -178,7 +179,7 @@ class HuggingFaceModel:
     def _placed(self) -> tuple[torch.device, torch.dtype]:
         devices = {p.device for p in self._model.parameters()}
         if len(devices) != 1 or "meta" in {device.type for device in devices}:
-            raise self._error(f"its weights lie on {sorted(map(str, devices))}; all must be on one device")
+            raise self._error(f"its weights lie on {sorted(map(str, devices))}; all must be on one device", ModelError)
         return devices.pop(), self._model.dtype
 
     def _attention(self) -> str:
@@ -207,7 +208,7 @@ class HuggingFaceModel:
         output = self._model(input_ids=tokens, use_cache=True, return_dict=True)
         logits = output.logits.float()
         if not logits.isfinite().all():
-            raise self._error("its logits are not finite; the weights may be damaged")
+            raise self._error("its logits are not finite; the weights may be damaged", ModelError)
         self._learn(getattr(output, "cache", None) or getattr(output, "past_key_values", None))
         hidden = self._decoder(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state
         if not self._close(self.logits(hidden), logits):
