@@ -347,9 +347,8 @@ def test_the_articles_exclusions_are_named_when_they_apply() -> None:
 
 
 def mamba(folder: Path) -> str:
-    from transformers import MambaConfig
-
     from conftest import save_model
+    from transformers import MambaConfig
 
     config = MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=4, eos_token_id=257)
     return save_model(config, folder, seed=0)
