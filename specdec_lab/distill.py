@@ -114,7 +114,7 @@ RECIPES = {
     "1:3": Recipe((0, 7, 15, 22, 29), 1400, ((8e-4, 3_000_000), (4e-4, 1_100_000))),
     "1:4": Recipe((0, 29), 1024, ((1e-3, 4_000_000), (6e-4, 2_500_000))),
     "feature": Recipe(
-        (0, 29), 1024, ((5e-4, 1_600_000), (4e-4, 3_000_000)), batch_tokens=1024, rollouts=(2, 2), start="1:4"
+        (0, 29), 1024, ((5e-4, 1_600_000), (4e-4, 2_000_000)), batch_tokens=1024, rollouts=(2, 2), start="1:4"
     ),
     "parallel": Recipe(
         (0, 29), 1024, ((4e-4, 250_000),), batch_tokens=1024, rollouts=(5,), start="feature", parallel=True

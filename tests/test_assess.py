@@ -259,7 +259,7 @@ def test_the_prediction_is_what_the_loop_then_does(
     assert only.c == pytest.approx(0.2, rel=0.05)
     assert 0 < only.alpha.value < 1
     assert only.overhead == pytest.approx(0)
-    assert only.coverage == 1
+    assert only.coverage > 0.9  # nothing is drafted behind an end of sequence
 
 
 def test_predictions_are_scored_on_prompts_and_lengths_of_their_own(
