@@ -414,7 +414,7 @@ def _generate(args: argparse.Namespace) -> Any:
 
 def _evaluate(args: argparse.Namespace) -> Any:
     from specdec_lab.errors import require_writable
-    from specdec_lab.experiment import alternate, encode_all, quality_of
+    from specdec_lab.experiment import Scorer, alternate, encode_all
     from specdec_lab.metrics import LOOP, loops, summarise
     from specdec_lab.tasks import load_prompts
 
@@ -452,8 +452,8 @@ def _evaluate(args: argparse.Namespace) -> Any:
     except KeyboardInterrupt:
         interrupted = True
     done = rows[: len(made)]
-    qualities = [_or_none(quality_of, main_model.model, row, ids[i], made[i][1]) for i, row in enumerate(done)]
-    scores = [None if quality is None else quality.value for quality in qualities]
+    scorer = Scorer(main_model.model)
+    scores = [_or_none(scorer.quality, row, ids[i], made[i][1]) for i, row in enumerate(done)]
     valid = [_or_none(_valid, row, grammars[i], made[i][1], plain.eos) for i, row in enumerate(done)]
 
     def metrics_of(chosen: Sequence[int]) -> dict[str, Any]:

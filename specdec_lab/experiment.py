@@ -37,14 +37,27 @@ from specdec_lab.models.feed import CHUNK, feed
 from specdec_lab.models.protocol import Model
 from specdec_lab.provenance import provenance
 from specdec_lab.sampling import Sampling
-from specdec_lab.statistics import TOTALS, compare, summary
-from specdec_lab.tasks import Prompt, Score, get_task, load_prompts, score
+from specdec_lab.statistics import TEXT, TOTALS, compare, quality_change, summary
+from specdec_lab.tasks import Prompt, get_task, load_prompts, score
 from specdec_lab.theory import measure_verify_curve
 
 if TYPE_CHECKING:
     from specdec_lab.models.zoo import Main
 
-__all__ = ["Arm", "Block", "compare", "grid", "load", "mean_nll", "read_part", "run_block", "summary", "sweep"]
+__all__ = [
+    "Arm",
+    "Block",
+    "Scorer",
+    "compare",
+    "grid",
+    "load",
+    "mean_nll",
+    "quality_change",
+    "read_part",
+    "run_block",
+    "summary",
+    "sweep",
+]
 
 SCHEMA = 2  # version of the rows and of how they are measured; part of every key
 WARM_UP = 16  # tokens
@@ -253,7 +266,7 @@ class Models:
         self._what: tuple[Any, ...] | None = None
         self._main: Any = None
         self._drafters: dict[Arm, Drafter] = {}
-        self._scores: dict[tuple[str, tuple[int, ...]], Score] = {}
+        self.scorer: Any = None  # the main model's Scorer
 
     def load(self, block: Block) -> tuple[Any, dict[Arm, Drafter]]:
         """(zoo.Main, the drafter of each arm) of a block; those that draft alike share one. Raises ModelError."""
@@ -263,6 +276,7 @@ class Models:
         if what != self._what:
             self.forget()  # before the new ones come
             self._main, self._what = load_main(*what), what
+            self.scorer = Scorer(self._main.model)
         kept = {(arm.draft, str(arm.options)): drafter for arm, drafter in self._drafters.items()}
         self._drafters = {}
         for arm in block.arms:
@@ -271,21 +285,43 @@ class Models:
             self._drafters[arm] = kept[how]
         return self._main, self._drafters
 
-    def score(self, prompt: Prompt, ids: Sequence[int], made: Generation) -> Score:
-        """quality_of a reply, remembered: lossless arms all give the same reply."""
+
+class Scorer:
+    """Quality and likelihood of replies, remembered: lossless arms all give the same reply."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._quality: dict[tuple[str, tuple[int, ...]], float | None] = {}
+        self._nll: dict[tuple[str, tuple[int, ...]], float | None] = {}
+
+    def judge(self, prompt: Prompt, ids: Sequence[int], made: Generation) -> dict[str, Any]:
+        """The columns that statistics.quality_change compares."""
+        return {
+            "quality": self.quality(prompt, ids, made),
+            "quality_better": get_task(prompt.task).better,
+            "nll": self.nll(prompt, ids, made),
+            "repetition": repeated_ngrams(made.tokens),
+        }
+
+    def quality(self, prompt: Prompt, ids: Sequence[int], made: Generation) -> float | None:
+        """The task's score of a reply; ids: of the prompt. None for JSON or code that a length limit cut short.
+
+        Raises DataError for a schema that cannot be used.
+        """
         key = prompt_sha(prompt), tuple(made.tokens)
-        if key not in self._scores:
-            self._scores[key] = quality_of(self._main.model, prompt, ids, made)
-        return self._scores[key]
+        if key not in self._quality:
+            likely = get_task(prompt.task).quality == "mean_nll"
+            cut = not likely and made.trace.finish in ("length", "context")
+            nll = self.nll(prompt, ids, made) if likely else None
+            self._quality[key] = None if cut else score(prompt, made.text, nll).value
+        return self._quality[key]
 
-
-def quality_of(model: Model, prompt: Prompt, ids: Sequence[int], made: Generation) -> Score:
-    """The task's score of a reply; ids: of the prompt. None for JSON or code that a length limit cut short."""
-    if get_task(prompt.task).quality == "mean_nll":
-        return score(prompt, made.text, mean_nll(model, ids, made.tokens))
-    if made.trace.finish in ("length", "context"):
-        return Score(None, {"cut": True})
-    return score(prompt, made.text)
+    def nll(self, prompt: Prompt, ids: Sequence[int], made: Generation) -> float | None:
+        """mean_nll of a reply; ids: of the prompt."""
+        key = prompt_sha(prompt), tuple(made.tokens)
+        if key not in self._nll:
+            self._nll[key] = mean_nll(self._model, ids, made.tokens)
+        return self._nll[key]
 
 
 @torch.inference_mode()
@@ -344,9 +380,8 @@ def _measure(
         for prompt, tokens, runs in zip(block.chosen, ids, sides, strict=True):
             plain = runs[0][1]
             for of, (order, made) in zip(arms, runs, strict=True):
-                quality = models.score(prompt, tokens, made)
                 about = {"prompt_id": prompt.id, "prompt_sha": prompt_sha(prompt), "kind": prompt.kind}
-                run = {"repeat": repeat, "order": order, "quality": quality.value}
+                run = {"repeat": repeat, "order": order, **models.scorer.judge(prompt, tokens, made)}
                 same = _sameness(main.model, tokens, made.tokens, plain.tokens) if of and block.sampling.greedy else {}
                 rows.append({**_arm_columns(of), **about, **run, **same, **_counts(made)})
     return rows
@@ -422,7 +457,6 @@ def _counts(made: Generation) -> dict[str, Any]:
         "untried": sums.drafted - sums.accepted - sums.rejected,
         "memory_bytes": made.trace.memory_bytes,
         "finish": made.trace.finish,
-        "repetition": repeated_ngrams(made.tokens),
         "tokens": made.tokens,
         "text": made.text,
     }
@@ -503,6 +537,8 @@ TYPES = {
     **{"kind": pa.string(), "repeat": pa.int32(), "order": pa.int32()},
     **{
         "quality": pa.float64(),
+        "quality_better": pa.string(),
+        "nll": pa.float64(),
         "same_as_baseline": pa.bool_(),
         "first_divergence": pa.int32(),
         "divergence_margin": pa.float64(),
@@ -619,7 +655,8 @@ def load(folder: str | Path, blocks: Sequence[Block | str] | None = None) -> pd.
     """All rows of a folder's parts, or of these blocks (or keys); one per (part, arm, prompt, repeat).
 
     Beside a row's own columns stand its part's key, settings, provenance and models, and as `baseline_*` the sums
-    of the baseline on the same prompt and repeat. Raises DataError for a broken part, and where there is none.
+    and scores of the baseline on the same prompt and repeat. Raises DataError for a broken part, and where there is
+    none.
     """
     folder = Path(folder).expanduser()
     if blocks is None:
@@ -632,7 +669,8 @@ def load(folder: str | Path, blocks: Sequence[Block | str] | None = None) -> pd.
 
 
 def _with_context(rows: pd.DataFrame, metadata: Mapping[str, Any]) -> pd.DataFrame:
-    plain = rows[rows.draft == "none"].set_index(["prompt_id", "repeat"])[[*TOTALS, "decode_s", "memory_bytes"]]
+    names = [*TOTALS, *TEXT, "decode_s", "memory_bytes"]
+    plain = rows[rows.draft == "none"].set_index(["prompt_id", "repeat"])[names]
     rows = rows.join(plain.add_prefix("baseline_"), on=["prompt_id", "repeat"])
     drafts = {"none": _sizes(None), **metadata["drafts"]}
     for name in _sizes(None):

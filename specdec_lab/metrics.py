@@ -34,6 +34,9 @@ class Totals:
     prefill_s: float = 0.0  # both models'
     first_s: float = 0.0  # prefill and first step
     texts: int = 0
+    settled: int = 0  # verifications that drafted and then emitted
+    fallbacks: int = 0  # those of them that kept none of their drafted tokens
+    refusals: int = 0  # verifications after which the draft was drawn anew; they emitted nothing
 
     def __add__(self, other: "Totals") -> "Totals":
         names = self.__dataclass_fields__
@@ -49,6 +52,7 @@ def totals(traces: Iterable[Trace]) -> Totals:
     """Pooled sums. Times of prefill and steps that rows shared are divided among them, but for `first_s`."""
     out = Totals()
     for trace in traces:
+        settled = [step for step in trace.steps if step.drafted and not _refused(step)]
         out += Totals(
             drafted=sum(len(step.drafted) for step in trace.steps),
             accepted=sum(step.fate.count("accepted") for step in trace.steps),
@@ -61,10 +65,22 @@ def totals(traces: Iterable[Trace]) -> Totals:
             verify_s=sum(step.verify_s / step.active for step in trace.steps),
             other_s=sum(step.other_s / step.active for step in trace.steps),
             prefill_s=(trace.prefill_s + trace.draft_prefill_s) / (trace.steps[0].active if trace.steps else 1),
-            first_s=trace.prefill_s + trace.draft_prefill_s + _seconds(trace.steps[:1]),
+            first_s=trace.prefill_s + trace.draft_prefill_s + _seconds(_first(trace.steps)),
             texts=1,
+            settled=len(settled),
+            fallbacks=sum("accepted" not in step.fate for step in settled),
+            refusals=sum(map(_refused, trace.steps)),
         )
     return out
+
+
+def _refused(step: Step) -> bool:
+    return step.next_kind == "refused"
+
+
+def _first(steps: Sequence[Step]) -> Sequence[Step]:
+    """The steps until there are tokens."""
+    return steps[: 1 + next((index for index, step in enumerate(steps) if not _refused(step)), len(steps))]
 
 
 def _seconds(steps: Sequence[Step]) -> float:
@@ -101,6 +117,19 @@ def coverage(t: Totals) -> float | None:
     return ratio(t.drafted, t.planned)
 
 
+def fallback_ratio(t: Totals) -> float | None:
+    """Share of the settled verifications that kept no drafted token: the main model's own token alone went on.
+
+    A refused draft that is drawn anew is not settled. In the rule `sequence` there is one to a text.
+    """
+    return ratio(t.fallbacks, t.settled)
+
+
+def refusal_ratio(t: Totals) -> float | None:
+    """Share of the verifications of a draft after which it was drawn anew."""
+    return ratio(t.refusals, t.refusals + t.settled)
+
+
 def throughput(t: Totals) -> float | None:
     """Emitted tokens per second after prefill."""
     return ratio(t.emitted, t.decode_s)
@@ -112,7 +141,7 @@ def end_to_end_throughput(t: Totals) -> float | None:
 
 
 def time_to_first_token(t: Totals) -> float | None:
-    """Mean seconds until the first step's tokens are there."""
+    """Mean seconds until the first tokens are there, refused drafts before them included."""
     return ratio(t.first_s, t.texts)
 
 
@@ -209,6 +238,10 @@ class MetricSpec:
     of: Callable[[Sequence[Trace], Sequence[Trace] | None], Value]
 
 
+def _not_in_traces(traces: Sequence[Trace], plain: Sequence[Trace] | None) -> None:
+    """What compares texts by a task or a model; statistics.quality_change derives it."""
+
+
 def _pooled(f: Callable[[Totals], float | None]) -> Callable[[Any, Any], Value]:
     return lambda traces, plain: f(totals(traces))
 
@@ -222,14 +255,14 @@ def _memory_growth(traces: Sequence[Trace], plain: Sequence[Trace] | None) -> fl
     return None if with_draft is None or not alone else with_draft / alone - 1
 
 
-_LEVIATHAN, _CHEN = "arXiv 2211.17192", "arXiv 2302.01318"
+_LEVIATHAN, _CHEN, _ARTICLES = "arXiv 2211.17192", "arXiv 2302.01318", "specdec_lab, after the articles"
 _SPECS = (
     MetricSpec("speculative_speedup", "(Σ emitted / Σ decode time) / (the same of the plain loop)", "×", "higher",
                _LEVIATHAN, _against(speculative_speedup)),
     MetricSpec("end_to_end_speedup", "the same with the prefill of both models in the time", "×", "higher",
                "specdec_lab", _against(end_to_end_speedup)),
     MetricSpec("throughput", "Σ emitted / Σ decode time", "tokens/s", "higher", "specdec_lab", _pooled(throughput)),
-    MetricSpec("time_to_first_token", "mean of prefill + first step", "s", "lower", "specdec_lab",
+    MetricSpec("time_to_first_token", "mean of prefill + steps until the first token", "s", "lower", "specdec_lab",
                _pooled(time_to_first_token)),
     MetricSpec("tokens_per_main_forward", "τ = emitted / main forwards", "tokens", "higher", _LEVIATHAN,
                _pooled(tokens_per_main_forward)),
@@ -244,12 +277,23 @@ _SPECS = (
     MetricSpec("acceptance_by_position_conditional", "accepted / tried at each depth", "share", "higher",
                "specdec_lab", lambda traces, plain: acceptance_by_position(position_counts(traces), conditional=True)),
     MetricSpec("coverage", "drafted / planned", "share", "neither", "specdec_lab", _pooled(coverage)),
+    MetricSpec("fallback_ratio", "verifications that kept no drafted token / those that drafted and then emitted "
+               "(`sequence`: one to a text)", "share", "lower", _ARTICLES, _pooled(fallback_ratio)),
+    MetricSpec("refusal_ratio", "verifications after which the draft was drawn anew / those that drafted", "share",
+               "lower", "specdec_lab", _pooled(refusal_ratio)),
     MetricSpec("draft_cost_ratio", "c = time per drafted token / time per plain main forward", "share", "lower",
                _LEVIATHAN, _against(draft_cost_ratio)),
     MetricSpec("overhead_share", "time outside drafting and main forwards / decode time", "share", "lower",
                "specdec_lab", _pooled(overhead_share)),
     MetricSpec("repetition", "repeated 4-grams / 4-grams, mean over texts", "share", "lower", "arXiv 1908.04319",
                lambda traces, plain: repetition(traces)),
+    MetricSpec("quality_delta", "scores where higher is better (json, code): mean of the plain loop's − this one's; "
+               "where lower is better (prose): Σ this one's / Σ the plain loop's − 1; over texts that both have scores "
+               "of, same prompt and seed", "share", "lower", _ARTICLES, _not_in_traces),
+    MetricSpec("nll_delta", "Σ NLL / Σ NLL of the plain loop's − 1; NLL: mean of −log p of a text's tokens, nats per "
+               "token, p of the main model without processors", "share", "lower", "specdec_lab", _not_in_traces),
+    MetricSpec("repetition_delta", "mean of a text's repetition − that of the plain loop's", "share", "lower",
+               "specdec_lab", _not_in_traces),
     MetricSpec("peak_memory", "CUDA: allocator's peak; CPU: weights and KV caches", "bytes", "lower", "specdec_lab",
                lambda traces, plain: peak_memory(traces)),
     MetricSpec("memory_growth", "peak memory / that of the plain loop − 1", "share", "lower", "specdec_lab",
@@ -272,8 +316,9 @@ def markdown() -> str:
         "Made from `specdec_lab.metrics.METRICS`; every ratio is defined there, once. *Accepted*: drafted tokens that",
         "stay. *Tried*: accepted or rejected; tokens behind a rejection are not tried. *Emitted*: what the user gets,",
         "after end-of-sequence, stop strings and length limits cut the last step; what that cut removes counts as",
-        "drafted and accepted, never as emitted. *Plain loop*: the same decoder without a draft, on the same prompts,",
-        "measured in the same run.",
+        "drafted and accepted, never as emitted. A draft that is refused and drawn anew counts as drafted,",
+        "its verification as a main forward that emits nothing. *Plain loop*: the same decoder without a draft, on the",
+        "same prompts, measured in the same run.",
         "",
         "| name | definition | unit | better | source |",
         "|---|---|---|---|---|",

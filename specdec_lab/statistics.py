@@ -119,6 +119,8 @@ CONTEXT = ("part", "main", "task")
 SIZES = ("main_parameters", "main_body_parameters", "draft_parameters", "draft_body_parameters")
 SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "device")
 MACHINE = ("dtype", "threads", "cpu", "gpu", "commit")
+TEXT = ("quality", "nll", "repetition")  # what is said of a text as it stands
+PROMPT = ["task", "prompt_id", "prompt_sha"]
 TOTALS = tuple(field.name for field in fields(Totals))
 ALONE = (
     metrics.throughput,
@@ -129,6 +131,8 @@ ALONE = (
     metrics.acceptance_probability,
     metrics.expected_acceptance,
     metrics.coverage,
+    metrics.fallback_ratio,
+    metrics.refusal_ratio,
     metrics.overhead_share,
 )
 AGAINST = (metrics.speculative_speedup, metrics.end_to_end_speedup, metrics.draft_cost_ratio)
@@ -145,7 +149,7 @@ def _arm(table: pd.DataFrame) -> list[str]:
 def prompt_sums(rows: pd.DataFrame) -> pd.DataFrame:
     """Sums over repeats of every column of Totals, and of the baseline's: one row per (task, id, text's hash)."""
     columns = [*TOTALS, *(f"baseline_{name}" for name in TOTALS)]
-    return rows.groupby(["task", "prompt_id", "prompt_sha"])[columns].sum().astype(float)
+    return rows.groupby(PROMPT)[columns].sum().astype(float)
 
 
 def _resampled_totals(sums: pd.DataFrame, resamples: int, seed: int) -> list[tuple[Totals, Totals]]:
@@ -162,12 +166,45 @@ def _apply(formula: Formula, pairs: Sequence[tuple[Totals, Totals]]) -> NDArray[
     return np.array([formula(t, plain) for t, plain in pairs], dtype=np.float64)  # None becomes NaN
 
 
+def quality_change(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Interval]:
+    """quality_delta, nll_delta and repetition_delta of one arm's rows, as metrics.METRICS has them; positive is worse.
+
+    Each row is held against the main model's own output on the same prompt and seed, in baseline_quality and so
+    on; pairs where either has no value are left out, and an interval's `prompts` are those that are left. Exactly 0
+    where all texts are the same. quality_delta is NaN where quality_better is not one of "higher" and "lower".
+    """
+    better = set(rows.quality_better)
+    scored = rows if better in ({"higher"}, {"lower"}) else rows.iloc[:0]
+    names = {"quality": scored, "nll": rows, "repetition": rows}
+    drops = {"quality"} if better == {"higher"} else set()
+    relative = {"quality", "nll"} - drops
+    return {
+        f"{name}_delta": _change(table, name, name in drops, name in relative, resamples, seed)
+        for name, table in names.items()
+    }
+
+
+def _change(rows: pd.DataFrame, name: str, drop: bool, relative: bool, resamples: int, seed: int) -> Interval:
+    """Mean rise (drop) of a column over the baseline's; relative: Σ of it over Σ of the baseline's.
+
+    From differences, so that equal texts give 0 and not what rounding leaves of a quotient.
+    """
+    pairs = rows[[*PROMPT, name, f"baseline_{name}"]].dropna()
+    if pairs.empty:
+        return Interval(float("nan"), float("nan"), float("nan"), 0)
+    now, before = (pairs[column].astype(float) for column in (name, f"baseline_{name}"))
+    pairs = pairs[PROMPT].assign(change=before - now if drop else now - before, over=before if relative else 1.0)
+    sums = pairs.groupby(PROMPT)[["change", "over"]].sum()  # over repeats
+    return ratio_interval(sums["change"], sums["over"], resamples=resamples, seed=seed)
+
+
 def summary(rows: pd.DataFrame, resamples: int = RESAMPLES, seed: int = 0) -> pd.DataFrame:
     """One row per part and arm, the baseline among them: each metric, and its 95 % interval in _low and _high.
 
     Parts are never pooled, so a row stands for one setting on one machine; a setting that differs between parts
-    is a column. same_as_baseline: share of greedy replies equal to the baseline's, token for token.
-    predicted_speedup: theory.speedup of the measured α, c and verify-cost curve. NaN where undefined.
+    is a column. quality_prompts: how many prompts quality_delta compares. same_as_baseline: share of greedy replies
+    equal to the baseline's, token for token. predicted_speedup: theory.speedup of the measured α, c and verify-cost
+    curve. NaN where undefined.
     """
     differing = [name for name in (*SETTINGS, *MACHINE) if name in rows and rows[name].nunique(dropna=False) > 1]
     return pd.DataFrame(
@@ -184,6 +221,8 @@ def _line(rows: pd.DataFrame, context: Sequence[str], resamples: int, seed: int)
     for name in ("quality", "repetition"):  # means over texts
         known = rows.groupby("prompt_id")[name].agg(["sum", "count"])  # a reply without a value counts as none
         found[name] = ratio_interval(known["sum"], known["count"], resamples=resamples, seed=seed)
+    found |= quality_change(rows, resamples, seed)
+    line["quality_prompts"] = found["quality_delta"].prompts
     for name, got in found.items():
         line |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
     line |= _by_position(rows)

@@ -78,6 +78,8 @@ EXPECTED: dict[str, Any] = {
     "acceptance_by_position_conditional": [2 / 3, 1, 0],
     "tokens_per_main_forward": 7 / 4,  # 4 accepted + 4 next tokens would be 8: one lies past EOS
     "coverage": 7 / 9,
+    "fallback_ratio": 1 / 3,  # of three drafts, SECOND's; the step without a draft is none
+    "refusal_ratio": 0,
     "throughput": 7 / DECODE_S,
     "time_to_first_token": ((1.5 + 0.62) + (0.5 + 0.21)) / 2,  # each user waits for the whole shared step
     "overhead_share": 0.075 / DECODE_S,
@@ -85,6 +87,7 @@ EXPECTED: dict[str, Any] = {
     "end_to_end_speedup": (7 / (DECODE_S + PREFILL_S)) / (7 / (7 * 0.26 + 1.0)),
     "draft_cost_ratio": (DRAFT_S / 7) / 0.25,
     "repetition": 0.5,  # FIRST has two 4-grams, equal; SECOND is too short to have any
+    **dict.fromkeys(("quality_delta", "nll_delta", "repetition_delta")),  # traces do not tell
     "peak_memory": 300,
     "memory_growth": 0.5,
 }
@@ -102,6 +105,7 @@ def test_metric(name: str) -> None:
 def test_without_a_baseline_comparisons_are_none() -> None:
     values = summarise([FIRST, SECOND])
     compared = {"speculative_speedup", "end_to_end_speedup", "draft_cost_ratio", "memory_growth"}
+    compared |= {"quality_delta", "nll_delta", "repetition_delta"}
     assert {name for name, value in values.items() if value is None} == compared
 
 
@@ -113,6 +117,8 @@ def test_without_a_draft_its_metrics_are_none() -> None:
         "acceptance_probability",
         "expected_acceptance",
         "coverage",
+        "fallback_ratio",
+        "refusal_ratio",
         "draft_cost_ratio",
         "repetition",
     ):
@@ -159,4 +165,4 @@ def test_specs_are_complete() -> None:
         assert spec.better in ("higher", "lower", "neither")
         assert spec.formula
         assert spec.unit
-        assert spec.source == "specdec_lab" or re.fullmatch(r"arXiv \d{4}\.\d{5}", spec.source)
+        assert re.fullmatch(r"specdec_lab(, after the articles)?|arXiv \d{4}\.\d{5}", spec.source)

@@ -73,7 +73,9 @@ def results(
                 plain = run(0.0, 0, 0.0, 48, rng)
                 beside = {f"baseline_{f.name}": plain[f.name] for f in fields(Totals)} | {"baseline_memory_bytes": 800}
                 about = {"prompt_id": f"{task}-{prompt}", "prompt_sha": "0" * 16, "repeat": 0, "memory_bytes": 1000}
-                about |= {"quality": 1.0, "repetition": 0.1, **part, **beside}
+                texts = {"quality": 1.0, "nll": 1.5, "repetition": 0.1}
+                about |= {f"baseline_{name}": value for name, value in texts.items()}
+                about |= {**texts, "quality_better": "higher", **part, **beside}
                 mine = {"draft": "none", "draft_length": 0, "draft_parameters": 0, "draft_body_parameters": 0}
                 out.append({**about, **mine, **plain, "same_as_baseline": None})
                 for length in lengths:

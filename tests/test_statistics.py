@@ -97,6 +97,7 @@ def test_bad_columns_are_refused(columns: dict[str, list[float]], settings: dict
 # ---- compare and summary, on made-up rows
 
 Rows = Callable[..., pd.DataFrame]
+TEXTS = {"quality": 1.0, "nll": 1.5, "repetition": 0.1}
 
 
 def rows(draft: str = "1:4", speedup: float = 1.4, prompts: int = 12, seed: int = 0, **changed: Any) -> pd.DataFrame:
@@ -109,16 +110,19 @@ def rows(draft: str = "1:4", speedup: float = 1.4, prompts: int = 12, seed: int 
         **{"emitted": tokens, "steps": tokens if plain else tokens // 2, "drafted": drafted, "planned": drafted},
         **{"accepted": drafted / 2, "rejected": drafted / 4, "overlap": drafted * 0.6},
         **{"draft_s": drafted * 0.002, "verify_s": time * 0.9 - drafted * 0.002, "other_s": time * 0.1},
-        **{"prefill_s": 0.5, "first_s": 0.6, "texts": 1, "decode_s": time},
+        **{"prefill_s": 0.5, "first_s": 0.6, "texts": 1, "decode_s": time, "settled": drafted / 4},
+        **{"fallbacks": drafted / 16, "refusals": 0},
     }
-    zero = {"drafted": 0, "planned": 0, "accepted": 0, "rejected": 0, "overlap": 0, "draft_s": 0}
+    undrafted = ("drafted", "planned", "accepted", "rejected", "overlap", "draft_s", "settled", "fallbacks")
+    zero = dict.fromkeys(undrafted, 0)
     other = {"emitted": tokens, "steps": tokens, "verify_s": baseline * 0.9, "other_s": baseline * 0.1}
     base = {**sums, **zero, **other, "decode_s": baseline}
     columns = {
         **{"part": "p0", "main": "m", "task": "json", "draft": draft, "draft_length": 0 if plain else 4},
         **{"main_parameters": 100, "main_body_parameters": 60, "draft_parameters": 25, "draft_body_parameters": 3},
         **{"prompt_id": [f"json-{i}" for i in range(prompts)], "prompt_sha": "0" * 16, "repeat": 0},
-        **{**sums, "memory_bytes": 1000, "quality": 1.0, "repetition": 0.1},
+        **{**sums, "memory_bytes": 1000, "quality_better": "higher"},
+        **{f"{prefix}{name}": value for name, value in TEXTS.items() for prefix in ("", "baseline_")},
         **{"same_as_baseline": None if plain else True, "baseline_memory_bytes": 800},
         **{f"baseline_{name}": values for name, values in base.items()},
     }
@@ -192,6 +196,9 @@ def test_summary_has_each_metric_with_its_interval() -> None:
         "draft_acceptance_rate": 0.5,
         "acceptance_probability": 0.5 / 0.75,
         "expected_acceptance": 0.6,
+        "fallback_ratio": 0.25,
+        "refusal_ratio": 0,
+        "quality_delta": 0,
         "quality": 1.0,
         "repetition": 0.1,
         "same_as_baseline": 1.0,
