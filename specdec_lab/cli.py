@@ -414,7 +414,7 @@ def _generate(args: argparse.Namespace) -> Any:
 
 def _evaluate(args: argparse.Namespace) -> Any:
     from specdec_lab.errors import require_writable
-    from specdec_lab.experiment import Scorer, alternate, encode_all
+    from specdec_lab.experiment import alternate, encode_all
     from specdec_lab.metrics import LOOP, loops, summarise
     from specdec_lab.tasks import load_prompts
 
@@ -451,15 +451,15 @@ def _evaluate(args: argparse.Namespace) -> Any:
                     file.write(json.dumps({"id": row.id, "tokens": drafted.tokens}) + "\n")
     except KeyboardInterrupt:
         interrupted = True
-    done = rows[: len(made)]
-    scorer = Scorer(main_model.model)
-    scores = [_or_none(scorer.quality, row, ids[i], made[i][1]) for i, row in enumerate(done)]
+    done, lossy = rows[: len(made)], args.acceptance_rule != "lossless"
+    table = _judged(main_model.model, done, ids, made)
     valid = [_or_none(_valid, row, grammars[i], made[i][1], plain.eos) for i, row in enumerate(done)]
 
     def metrics_of(chosen: Sequence[int]) -> dict[str, Any]:
         found: dict[str, Any] = summarise([made[i][1].trace for i in chosen], [made[i][0].trace for i in chosen])
-        known = [value for i in chosen if (value := scores[i]) is not None]
-        found |= {"quality": sum(known) / len(known) if known else None, "scored": len(known)}
+        known = table.quality.iloc[list(chosen)].dropna()
+        found |= {"quality": float(known.mean()) if len(known) else None, "scored": len(known)}
+        found |= _changes(table.iloc[list(chosen)])
         held = [answer for i in chosen if (answer := valid[i]) is not None]
         found |= _speedup_interval([(made[i][1].trace, made[i][0].trace) for i in chosen])
         return found | {"valid_share": sum(held) / len(held) if held else None}
@@ -469,21 +469,22 @@ def _evaluate(args: argparse.Namespace) -> Any:
         by_task = {name: metrics_of([i for i in chosen if done[i].task == name]) for name in names}
         overall = metrics_of(chosen)
         if len(names) > 1:  # scores of different tasks have no common mean
-            overall |= {"quality": None, "scored": 0}
+            overall |= {"quality": None, "scored": 0, "quality_prompts": 0}
+            overall |= dict.fromkeys(("quality_delta", "quality_delta_low", "quality_delta_high"))
         return {"prompts": len(chosen), "metrics": overall, "by_task": by_task}
 
     everything = metrics_by_task(range(len(done)))
     loop_free = metrics_by_task([i for i, (without, _) in enumerate(made) if not loops(without.tokens)])
     for name, metrics in {**everything["by_task"], "all": everything["metrics"]}.items():
-        _say(args, f"{name:8} {_line(metrics)}")
+        _say(args, f"{name:8} {_line(metrics, lossy)}")
     _say(
         args,
         f"without the {len(done) - loop_free['prompts']} prompts whose plain output loops ({LOOP:.0%} of 4-grams):",
     )
     for name, metrics in {**loop_free["by_task"], "all": loop_free["metrics"]}.items():
-        _say(args, f"{name:8} {_line(metrics)}")
+        _say(args, f"{name:8} {_line(metrics, lossy)}")
     options = ("main", "profile", "prompts", "limit", *settings, "device", "dtype", "threads")
-    about = {name: getattr(args, name) for name in options}
+    about = {**asdict(_arm(args)), **{name: getattr(args, name) for name in options}}
     used = {  # plain decoding has no length
         task: {**asdict(each), "draft_length": decoders[way_of[task]].draft_length} for task, each in drafting.items()
     }
@@ -800,7 +801,41 @@ def _speedup_interval(traces: Sequence[tuple[Any, Any]]) -> dict[str, float | No
     return {n: bound if math.isfinite(bound) else None for n, bound in zip(names, (found.low, found.high), strict=True)}
 
 
-def _line(metrics: dict[str, Any]) -> str:
+def _judged(model: Any, rows: Sequence[Any], ids: Sequence[Any], made: Sequence[Any]) -> Any:
+    """A table for statistics.quality_change: the row of each prompt, its (plain, drafting) texts side by side."""
+    import pandas as pd
+
+    from specdec_lab.experiment import Scorer, prompt_sha
+    from specdec_lab.statistics import PROMPT, TEXT
+    from specdec_lab.tasks import get_task
+
+    scorer, lines = Scorer(model), []
+    for row, prompt, (plain, drafted) in zip(rows, ids, made, strict=False):
+        ours = _or_none(scorer.judge, row, prompt, drafted)
+        theirs = scorer.judge(row, prompt, plain) if ours else {}  # what cannot be scored is told once
+        about = dict(zip(PROMPT, (row.task, row.id, prompt_sha(row)), strict=True))
+        about |= {"quality_better": get_task(row.task).better}
+        lines.append({**about, **(ours or {}), **{f"baseline_{name}": theirs.get(name) for name in TEXT}})
+    columns = [*PROMPT, "quality_better", *TEXT, *(f"baseline_{name}" for name in TEXT)]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _changes(table: Any) -> dict[str, float | int | None]:
+    """statistics.quality_change of the prompts as JSON: each value, its 95 % interval, and how many were compared."""
+    import math
+
+    from specdec_lab.statistics import quality_change
+
+    out: dict[str, float | int | None] = {}
+    for name, got in quality_change(table).items():
+        bounds = {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+        out |= {key: value if math.isfinite(value) else None for key, value in bounds.items()}
+        if name == "quality_delta":
+            out["quality_prompts"] = got.prompts
+    return out
+
+
+def _line(metrics: dict[str, Any], lossy: bool = False) -> str:
     shown = {
         "speculative_speedup": "speed-up {:.2f}×",
         "speculative_speedup_low": "({:.2f} …",
@@ -814,4 +849,8 @@ def _line(metrics: dict[str, Any]) -> str:
         "valid_share": "valid {:.2f}",
         "repetition": "repeated 4-grams {:.2f}",
     }
+    if lossy:
+        for name in ("quality_delta", "nll_delta", "repetition_delta"):
+            shown |= {name: f"{name} {{:+.3f}}", f"{name}_low": "({:+.3f} …", f"{name}_high": "{:+.3f})"}
+        shown |= {"quality_prompts": "quality of {} prompts compared", "fallback_ratio": "fallback_ratio {:.2f}"}
     return ", ".join(text.format(metrics[name]) for name, text in shown.items() if metrics.get(name) is not None)

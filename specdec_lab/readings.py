@@ -187,11 +187,13 @@ def trace(trace: Trace) -> str:
     kinds = [step.next_kind for step in trace.steps]
     accepted = sum(step.fate.count("accepted") for step in trace.steps)
     drafted = sum(len(step.drafted) for step in trace.steps)
+    refused = kinds.count("refused")
+    again = f", {refused} refused the draft, which was drawn anew" if refused else ""
     return (
         f"{len(trace.tokens)} tokens in {len(trace.steps)} main forwards: of {drafted} drafted tokens {accepted} were "
         f"accepted; {kinds.count('recovered')} steps ended with a recovered token after a rejection, "
-        f"{kinds.count('bonus')} with a bonus token after a whole draft, {kinds.count('plain')} drafted nothing. "
-        f"Ended by: {trace.finish or 'the caller'}."
+        f"{kinds.count('bonus')} with a bonus token after a whole draft, {kinds.count('plain')} drafted nothing"
+        f"{again}. Ended by: {trace.finish or 'the caller'}."
     )
 
 

@@ -64,8 +64,9 @@ def test_evaluate_reports_every_metric_per_task_and_saves_tokens(
     assert got["prompts"] == 3
     assert got["settings"]["seed"] == 3
     assert set(got["by_task"]) == {"prose", "json"}
-    bounds = {"speculative_speedup_low", "speculative_speedup_high"}
-    assert set(got["metrics"]) == {*METRICS, *bounds, "quality", "scored", "valid_share"}
+    compared = ("speculative_speedup", "quality_delta", "nll_delta", "repetition_delta")
+    bounds = {f"{name}_{end}" for name in compared for end in ("low", "high")}
+    assert set(got["metrics"]) == {*METRICS, *bounds, "quality", "scored", "quality_prompts", "valid_share"}
     assert got["metrics"]["speculative_speedup"] > 0
     assert {got["metrics"][bound] for bound in bounds} == {None}  # of three prompts
     assert got["metrics"]["quality"] is None  # of two tasks
@@ -138,6 +139,43 @@ def test_evaluate_gives_an_interval_over_prompts(
     got = json.loads(run(capsys, *words, "--max_new_tokens", "6", "--json")[1].splitlines()[-1])["metrics"]
     low, high = got["speculative_speedup_low"], got["speculative_speedup_high"]
     assert 0 < low < got["speculative_speedup"] < high
+
+
+@pytest.mark.parametrize(
+    ("rule", "costs"),
+    [(["lossless"], False), (["threshold", "0"], True), (["block", "0"], True), (["block", "1"], False)],
+)
+def test_evaluate_tells_what_a_lossy_rule_costs(
+    capsys: pytest.CaptureFixture[str],
+    tiny_folder: str,
+    tiny_draft_folder: str,
+    tmp_path: Path,
+    rule: list[str],
+    costs: bool,
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    rows = [{"id": x, "task": "prose", "prompt": f"Tell me of {x}."} for x in "abcdef"]
+    rows.append({"id": "j", "task": "json", "prompt": "An object."})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["evaluate", "--main", tiny_folder, "--draft", tiny_draft_folder, "--prompts", str(file), "--json"]
+    words += ["--max_new_tokens", "12", "--acceptance_rule", rule[0]]
+    words += ["--acceptance_threshold", rule[1]] if rule[1:] else []
+    _, out, err = run(capsys, *words)
+    got = json.loads(out.splitlines()[-1])
+    prose, everything = got["by_task"]["prose"], got["metrics"]
+    assert got["settings"]["acceptance_rule"] == rule[0]
+    assert prose["quality_prompts"] == 6
+    for name in ("quality_delta", "nll_delta"):
+        assert (prose[f"{name}_low"] > 0, prose[name] > 0) == (costs, costs), name
+        assert (prose[name] == prose[f"{name}_high"] == 0) == (not costs), name
+    assert everything["quality_delta"] is None  # of two tasks
+    assert (everything["nll_delta"] > 0) == costs
+    assert (everything["quality_prompts"], got["by_task"]["json"]["quality_prompts"]) == (0, 0)  # cut at twelve tokens
+    if rule[0] == "block":
+        assert prose["fallback_ratio"] == float(rule[1])
+    told = next(line for line in err.splitlines() if line.startswith("prose"))
+    for word in ("quality_delta +", "nll_delta +", "repetition_delta ", "fallback_ratio ", "quality of 6 prompts"):
+        assert (word in told) == (rule[0] != "lossless"), told
 
 
 def test_evaluate_with_each_rows_own_schema(

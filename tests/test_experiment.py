@@ -204,6 +204,9 @@ def test_each_run_is_a_row_and_counts_add_up(undisturbed: Path, blocks: list[Blo
     assert (plain.steps == plain.emitted).all()
     assert (plain.baseline_decode_s == plain.decode_s).all()
     assert (rows.drafted > 0).sum() > 24
+    assert (rows.settled + rows.refusals <= rows.steps).all()
+    assert rows.fallbacks.between(1, rows.settled - 1).any()  # some drafts of n-grams stay
+    assert (rows.settled - rows.fallbacks <= rows.accepted).all()
     assert rows.threads.eq(1).all()
 
 
@@ -287,6 +290,96 @@ def test_prose_is_scored_by_the_main_models_likelihood(tiny_folder: str, undistu
     assert rows.quality["j"][cut].isna().all()
     assert set(rows.quality["j"][~cut]) <= {0.0, 1.0}
     assert (rows.quality.drop("j") > 0).all()
+
+
+RULES = [("lossless", None), ("threshold", 0.0), ("block", 0.0), ("block", 1.0), ("sequence", 0.0), ("sequence", 1.0)]
+
+
+@pytest.fixture(scope="module")
+def ruled(tiny_folder: str, tiny_draft_folder: str, tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """Rows of a random draft under RULES, on six prompts of prose: 0 keeps all of its tokens, 1 none."""
+    folder = tmp_path_factory.mktemp("ruled")
+    (folder / "mine.jsonl").write_text("\n".join(json.dumps({"prompt": f"Tell me of {x}."}) for x in "abcdef"))
+    arms = tuple(Arm(tiny_draft_folder, 4, acceptance_rule=r, acceptance_threshold=t) for r, t in RULES)
+    block = Block(tiny_folder, str(folder / "mine.jsonl"), arms, max_new_tokens=16, threads=1)
+    return sweep([block], folder / "results", progress=False)
+
+
+@pytest.fixture(scope="module")
+def costs(ruled: pd.DataFrame) -> dict[Any, Any]:
+    """Line of the summary by (rule, threshold)."""
+    lines = summary(ruled[ruled.draft != "none"], resamples=200).itertuples()
+    return dict(zip(RULES, lines, strict=True))
+
+
+DELTAS = [f"{name}_delta{bound}" for name in ("quality", "nll", "repetition") for bound in ("", "_low", "_high")]
+
+
+@pytest.mark.parametrize("rule", [("lossless", None), ("block", 1.0), ("sequence", 1.0)])
+def test_the_main_models_own_text_costs_exactly_nothing(costs: dict[Any, Any], rule: Any) -> None:
+    """Greedy, and so too where every draft is refused and the main model goes on alone."""
+    assert costs[rule].same_as_baseline == 1
+    assert {getattr(costs[rule], name) for name in DELTAS} == {0}
+    assert costs[rule].quality_prompts == 6
+
+
+@pytest.mark.parametrize("rule", [("threshold", 0.0), ("block", 0.0), ("sequence", 0.0)])
+def test_keeping_all_of_a_random_draft_costs_likelihood(costs: dict[Any, Any], rule: Any) -> None:
+    got = costs[rule]
+    assert got.draft_acceptance_rate == 1
+    assert got.same_as_baseline == 0
+    assert 0 < got.nll_delta_low < got.nll_delta
+    assert got.quality_delta == got.nll_delta  # prose
+
+
+def test_fallbacks_are_of_steps_and_in_sequence_of_texts(costs: dict[Any, Any], ruled: pd.DataFrame) -> None:
+    assert costs["lossless", None].fallback_ratio == 1  # models without a guess in common
+    for rule in RULES[1:]:
+        expected = 1.0 if rule[1] == 1 else 0.0
+        assert costs[rule].fallback_ratio == expected, rule
+        assert costs[rule].refusal_ratio == pytest.approx(expected * 2 / 3), rule  # max_retries is 2
+    sequence = ruled[ruled.acceptance_rule == "sequence"]
+    assert (sequence.settled == 1).all()
+    assert (sequence.refusals + sequence.settled + (sequence.emitted - 1) * sequence.fallbacks == sequence.steps).all()
+    assert (ruled[ruled.draft == "none"][["settled", "fallbacks", "refusals"]] == 0).all(axis=None)
+
+
+def test_every_row_has_its_and_the_baselines_scores(ruled: pd.DataFrame, undisturbed: Path) -> None:
+    assert ruled.nll.gt(0).all()
+    assert (ruled.quality == ruled.nll).all()  # prose
+    assert ruled.quality_better.eq("lower").all()
+    plain = ruled[ruled.draft == "none"].set_index("prompt_id")
+    for name in ("quality", "nll", "repetition"):
+        assert (ruled[f"baseline_{name}"] == ruled.prompt_id.map(plain[name])).all(), name
+    rows = load(undisturbed)
+    assert rows.nll.gt(0).all()
+    assert rows.quality_better.eq(rows.prompt_id.map(lambda name: "higher" if name == "j" else "lower")).all()
+    sampled = rows[rows.temperature > 0]
+    assert (sampled.nll != sampled.baseline_nll).any()  # held against the plain arm's own sample
+    mixed = summary(rows[rows.temperature > 0], resamples=50)
+    assert mixed.quality_delta.isna().all()
+    assert mixed[mixed.draft != "none"].nll_delta.ne(0).any()
+
+
+def test_equal_replies_are_read_once(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdec_lab.decoding import Generation
+    from specdec_lab.tasks import Prompt
+    from specdec_lab.trace import Trace
+
+    read: list[Any] = []
+
+    def counted(model: Any, *what: Any) -> float:
+        read.append(what)
+        return float(len(read))
+
+    monkeypatch.setattr(experiment, "mean_nll", counted)
+    scorer = experiment.Scorer(zoo.load_main(tiny_folder, "cpu").model)
+    prompts = [Prompt("a", "prose", "One."), Prompt("b", "prose", "Two.")]
+    asked = [(0, [1, 2]), (0, [1, 2]), (0, [1, 3]), (1, [1, 2])]
+    texts = [(prompts[i], [65 + i], Generation("text", ids, Trace(1, finish="length"))) for i, ids in asked]
+    found = [scorer.judge(*text) for text in texts]
+    assert [each["nll"] for each in found] == [each["quality"] for each in found] == [1, 1, 2, 3]
+    assert read == [([65], [1, 2]), ([65], [1, 3]), ([66], [1, 2])]
 
 
 def test_a_prompt_that_does_not_fit_is_refused_and_nothing_is_written(tiny_folder: str, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ def step(fates: str = "", overlap: tuple[float, ...] = (), parents: list[int] | 
     """A step whose drafted tokens had these fates; seconds and counts as given."""
     n = len(fates)
     some = [0.5] * n
-    settings = {"planned": n, "emitted": fates.count("a") + 1, "draft_s": 0.0, "verify_s": 0.0, "other_s": 0.0}
+    kind = "recovered" if "r" in fates else "bonus" if n else "plain"
+    settings: dict[str, Any] = {"planned": n, "emitted": fates.count("a") + 1, "next_kind": kind, "active": 1}
+    settings |= {"draft_s": 0.0, "verify_s": 0.0, "other_s": 0.0}
     return Step(
         drafted=[7] * n,
         parents=list(range(-1, n - 1)) if parents is None else parents,
@@ -26,11 +28,10 @@ def step(fates: str = "", overlap: tuple[float, ...] = (), parents: list[int] | 
         entropy=some,
         fate=[FATES[letter] for letter in fates],
         next_token=7,
-        next_kind="recovered" if "r" in fates else "bonus" if n else "plain",
         next_p=0.5,
         next_largest_p=0.5,
         next_entropy=0.5,
-        **{"active": 1} | settings | rest,
+        **settings | rest,
     )
 
 
@@ -125,6 +126,50 @@ def test_without_a_draft_its_metrics_are_none() -> None:
         assert values[name] is None
     assert values["acceptance_by_position"] == []
     assert values["tokens_per_main_forward"] == 1
+
+
+def refused() -> Step:
+    """A draft of three that is refused as a whole: nothing is emitted, another one is drawn."""
+    return step("rrr", next_kind="refused", planned=4, emitted=0, draft_s=0.3, verify_s=0.2, other_s=0.1)
+
+
+def whole(kept: bool) -> Step:
+    """A draft of three that is kept, or given up for one token of the main model."""
+    return step("aaa" if kept else "rrr", planned=4, draft_s=0.3, verify_s=0.2, other_s=0.1)
+
+
+def test_a_refused_draft_costs_a_main_forward_and_emits_nothing() -> None:
+    """Given up after two retries, the next draft kept, then a step without a draft: 1 + 4 + 1 tokens."""
+    steps = [refused(), refused(), whole(kept=False), whole(kept=True), step(verify_s=0.2)]
+    trace = Trace(prompt_tokens=3, prefill_s=1.0, steps=steps, tokens=[1, 2, 3, 4, 5, 6])
+    t = totals([trace])
+    assert (t.settled, t.fallbacks, t.refusals) == (2, 1, 2)
+    expected: dict[str, Any] = {
+        "fallback_ratio": 1 / 2,  # 3 / 4 with the refused ones
+        "refusal_ratio": 2 / 4,
+        "tokens_per_main_forward": 6 / 5,
+        "draft_acceptance_rate": 3 / 12,
+        "acceptance_probability": 3 / 12,
+        "coverage": 12 / 16,
+        "acceptance_by_position": [1 / 4, 1 / 4, 1 / 4],
+        "throughput": 6 / (4 * 0.6 + 0.2),
+        "time_to_first_token": 1.0 + 3 * 0.6,  # there is none before the third step
+        "overhead_share": 4 * 0.1 / (4 * 0.6 + 0.2),
+    }
+    found = summarise([trace])
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value), name
+
+
+def test_a_text_given_up_is_one_fallback_however_long_it_goes_on() -> None:
+    given_up = [refused(), whole(kept=False), *[step() for _ in range(9)]]
+    texts = [Trace(3, steps=steps, tokens=[1]) for steps in (given_up, [whole(kept=True)], [refused(), whole(True)])]
+    assert summarise(texts)["fallback_ratio"] == pytest.approx(1 / 3)
+
+
+def test_nothing_settled() -> None:
+    found = summarise([Trace(3, prefill_s=1.0, steps=[refused()], tokens=[])])
+    assert (found["fallback_ratio"], found["refusal_ratio"], found["tokens_per_main_forward"]) == (None, 1, 0)
 
 
 def test_nothing_decoded() -> None:

@@ -372,6 +372,14 @@ def test_the_strip_takes_any_text(text: str) -> None:
     plots.trace_strip(trace(*[step([1, 2], 1, "recovered", 2)] * 30), lambda token: text).draw_without_rendering()
 
 
+def test_refused_drafts_leave_no_token_in_the_strip_and_are_told() -> None:
+    made = trace(step([1, 2], 0, "refused", 0), step([3, 4], 2, "bonus", 3))
+    assert [text.get_text() for text in plots.trace_strip(made, str).axes[0].texts] == ["3", "4", "9"]
+    assert "3 tokens in 2 main forwards: of 4 drafted tokens 2" in readings.trace(made)
+    assert "1 refused the draft" in readings.trace(made)
+    assert "refused" not in readings.trace(trace(step([3, 4], 2, "bonus", 3)))
+
+
 def test_a_long_trace_is_cut_and_says_so() -> None:
     made = trace(*[step([1, 2], 2, "bonus", 3)] * 200)
     fig = plots.trace_strip(made, lambda token: "word ", lines=4)

@@ -1,6 +1,6 @@
 """Intervals cover what they claim and no more; comparisons pair prompts, or refuse to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,16 @@ import pandas as pd
 import pytest
 
 from specdec_lab.errors import DataError, SettingError, UnknownNameError
-from specdec_lab.statistics import LEAST, Comparison, compare, interval, ratio_interval, resampled_sums, summary
+from specdec_lab.statistics import (
+    LEAST,
+    Comparison,
+    compare,
+    interval,
+    quality_change,
+    ratio_interval,
+    resampled_sums,
+    summary,
+)
 
 SPREAD = 0.25  # of the log of a prompt's speed-up
 
@@ -221,3 +230,88 @@ def test_summary_never_pools_different_settings() -> None:
     table = summary(pd.concat([rows(), rows(part="p1", temperature=1.0, seed=5)]))
     assert len(table) == 2
     assert "temperature" in table
+
+
+# ---- quality against the main model's own output
+
+
+def texts(better: str = "higher", **columns: Sequence[float | None]) -> pd.DataFrame:
+    """Rows of one arm, a prompt each; what is not given is the same on both sides."""
+    count = len(next(iter(columns.values())))
+    same = {f"{prefix}{name}": [value] * count for name, value in TEXTS.items() for prefix in ("", "baseline_")}
+    about = {"task": "t", "prompt_id": [f"t-{i}" for i in range(count)], "prompt_sha": "0", "quality_better": better}
+    return pd.DataFrame({**about, **same, **columns}).astype(dict.fromkeys(same, float))
+
+
+def test_quality_delta_is_the_paired_drop_of_the_score() -> None:
+    """Pairs without a score on either side are left out: 1.0 would be the drop if None counted as failed."""
+    made = texts(quality=[1, 0, 0, 1, None, 1, 0], baseline_quality=[1, 1, 1, 0, 1, None, 1])
+    got = quality_change(made)
+    assert got["quality_delta"].value == pytest.approx((0 + 1 + 1 - 1 + 1) / 5)
+    assert got["quality_delta"].prompts == 5
+    assert got["quality_delta"].low < got["quality_delta"].value < got["quality_delta"].high
+    better = texts(quality=[1, 1, 1, 1, 1], baseline_quality=[0, 0, 1, 1, 1])
+    assert quality_change(better)["quality_delta"].value == pytest.approx(-0.4)
+
+
+def test_quality_delta_of_a_likelihood_is_its_relative_rise() -> None:
+    nll, before = [2.0, 1.0, 3.0, 1.5, 0.5], [1.0, 1.0, 2.0, 1.5, 0.5]
+    got = quality_change(texts("lower", quality=nll, baseline_quality=before, nll=nll, baseline_nll=before))
+    assert got["quality_delta"].value == got["nll_delta"].value == pytest.approx(8 / 6 - 1)
+    assert got["nll_delta"].value != pytest.approx(np.mean(np.divide(nll, before)) - 1)  # no mean of ratios
+    assert got["repetition_delta"].value == 0
+
+
+def test_repetition_delta_is_a_rise_of_shares() -> None:
+    made = texts(repetition=[0.5, 0.25, None, 0.25, 0.0, 0.5], baseline_repetition=[0.25, 0.25, 0.0, 0.0, 0.0, 0.25])
+    got = quality_change(made)["repetition_delta"]
+    assert (got.value, got.prompts) == (pytest.approx(0.75 / 5), 5)
+
+
+@pytest.mark.parametrize("better", ["higher", "lower"])
+def test_equal_texts_change_exactly_nothing(better: str) -> None:
+    scores = list(np.random.default_rng(0).random(11))
+    names = [f"{prefix}{name}" for name in TEXTS for prefix in ("", "baseline_")]
+    for got in quality_change(texts(better, **dict.fromkeys(names, scores))).values():
+        assert (got.value, got.low, got.high) == (0, 0, 0)
+        assert not np.signbit(got.value)
+
+
+def test_repeats_are_paired_and_prompts_are_counted_once() -> None:
+    once = texts(quality=[1.0] * 5, baseline_quality=[1.0] * 5)
+    again = texts(quality=[0.0] * 5, baseline_quality=[1.0, 1.0, 1.0, 1.0, 0.0])
+    got = quality_change(pd.concat([once, again]))["quality_delta"]
+    assert (got.value, got.prompts) == (pytest.approx(4 / 10), 5)
+
+
+def test_pairing_narrows_the_interval() -> None:
+    """Prompts whose NLL differs tenfold: what both sides share cancels, and does not in another order."""
+    rng = np.random.default_rng(3)
+    before = rng.lognormal(0, 1, 24)
+    nll = before * rng.normal(1.1, 0.02, 24)
+    paired = quality_change(texts(nll=list(nll), baseline_nll=list(before)))["nll_delta"]
+    shuffled = quality_change(texts(nll=list(nll), baseline_nll=list(rng.permutation(before))))["nll_delta"]
+    assert 0.08 < paired.low < 0.1 < paired.high < 0.12
+    assert shuffled.low < 0 < shuffled.high
+
+
+@pytest.mark.parametrize("better", [["neither"] * 6, ["higher"] * 3 + ["lower"] * 3])
+def test_scores_without_a_common_direction_are_not_compared(better: list[str]) -> None:
+    made = texts(quality=[0.0] * 6, nll=[3.0] * 6).assign(quality_better=better)
+    got = quality_change(made)
+    assert np.isnan(got["quality_delta"].value)
+    assert got["quality_delta"].prompts == 0
+    assert got["nll_delta"].value == pytest.approx(1.0)
+
+
+def test_summary_says_how_many_prompts_were_compared() -> None:
+    made = rows(quality=[None, 0.0, 0.5] + [1.0] * 9, nll=3.0, baseline_repetition=0.05)
+    (line,) = summary(made).itertuples()
+    assert (line.prompts, line.quality_prompts) == (12, 11)
+    assert line.quality_delta == pytest.approx(1.5 / 11)
+    assert (line.nll_delta, line.nll_delta_low, line.nll_delta_high) == pytest.approx((1, 1, 1))
+    assert line.repetition_delta == pytest.approx(0.05)
+    assert line.fallback_ratio_low <= line.fallback_ratio <= line.fallback_ratio_high
+    few = summary(made.iloc[: LEAST - 1]).iloc[0]
+    assert few.quality_delta == pytest.approx(1.5 / 3)
+    assert np.isnan([few.quality_delta_low, few.quality_delta_high]).all()
