@@ -850,7 +850,7 @@ def _line(metrics: dict[str, Any], lossy: bool = False) -> str:
         "repetition": "repeated 4-grams {:.2f}",
     }
     if lossy:
+        shown |= {"fallback_ratio": "fallback_ratio {:.2f}", "quality_prompts": "quality compared on {} prompts"}
         for name in ("quality_delta", "nll_delta", "repetition_delta"):
             shown |= {name: f"{name} {{:+.3f}}", f"{name}_low": "({:+.3f} …", f"{name}_high": "{:+.3f})"}
-        shown |= {"quality_prompts": "quality of {} prompts compared", "fallback_ratio": "fallback_ratio {:.2f}"}
     return ", ".join(text.format(metrics[name]) for name, text in shown.items() if metrics.get(name) is not None)

@@ -174,7 +174,13 @@ def test_evaluate_tells_what_a_lossy_rule_costs(
     if rule[0] == "block":
         assert prose["fallback_ratio"] == float(rule[1])
     told = next(line for line in err.splitlines() if line.startswith("prose"))
-    for word in ("quality_delta +", "nll_delta +", "repetition_delta ", "fallback_ratio ", "quality of 6 prompts"):
+    for word in (
+        "quality_delta +",
+        "nll_delta +",
+        "repetition_delta ",
+        "fallback_ratio ",
+        "quality compared on 6 prompts",
+    ):
         assert (word in told) == (rule[0] != "lossless"), told
 
 

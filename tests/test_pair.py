@@ -1,11 +1,13 @@
 """The bundled pair, for truth: greedy output against transformers, and what README promises of the family."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec_lab.decoding import Decoder
 from specdec_lab.drafting import DraftModel
+from specdec_lab.experiment import Arm, Block, summary, sweep
 from specdec_lab.metrics import totals
 from specdec_lab.models import zoo
 from specdec_lab.verify import table, verify
@@ -43,3 +45,20 @@ def test_drafts_are_accepted_and_save_main_forwards(bundled: zoo.Main) -> None:
         sums = totals([got.trace])
         assert sums.emitted / sums.steps > 1.3, ratio
         assert sums.accepted / (sums.accepted + sums.rejected) > 0.25, ratio
+
+
+def test_a_lossy_rule_buys_tokens_per_forward_with_likelihood(bundled: zoo.Main, tmp_path: Path) -> None:
+    """The laxer the more of both; the lossless arm pays exactly nothing."""
+    strictness = (None, 0.3, 0.0)
+    arms = [
+        Arm("1:4", 4, acceptance_rule="lossless" if t is None else "threshold", acceptance_threshold=t)
+        for t in strictness
+    ]
+    block = Block(task="prose", arms=tuple(arms), prompts=5, max_new_tokens=16, device="cpu")
+    table = summary(sweep([block], tmp_path, progress=False), resamples=500)
+    exact, some, all_of_it = table[table.draft != "none"].itertuples()
+    assert exact.nll_delta == exact.nll_delta_high == exact.quality_delta == exact.repetition_delta == 0
+    assert 0 < some.nll_delta < all_of_it.nll_delta
+    assert all_of_it.nll_delta_low > 0
+    assert exact.tokens_per_main_forward < some.tokens_per_main_forward < all_of_it.tokens_per_main_forward
+    assert exact.fallback_ratio > some.fallback_ratio > all_of_it.fallback_ratio == 0
