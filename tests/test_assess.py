@@ -259,6 +259,7 @@ def test_the_prediction_is_what_the_loop_then_does(
     assert only.c == pytest.approx(0.2, rel=0.05)
     assert 0 < only.alpha.value < 1
     assert only.overhead == pytest.approx(0)
+    assert only.coverage is not None
     assert only.coverage > 0.9  # nothing is drafted behind an end of sequence
 
 
