@@ -37,10 +37,11 @@ from specdec_lab.theory import measure_verify_curve
 from specdec_lab.trace import now
 
 TASKS = ("json", "code", "prose")
-OURS = (*zoo.RATIOS, "ngram", "feature", "parallel", "ngram+feature", "grammar", "fastest")
+OURS = (*zoo.RATIOS, "ngram", "feature", "feature-tree", "parallel", "ngram+feature", "grammar", "fastest")
 SAMPLED = ("1:4", "ngram+feature", "fastest")  # also measured at the recommended sampling
 SCHEMA = ("grammar", "ngram+feature", "fastest")  # also measured under the prompt's schema
-LENGTHS = {"ngram": 8, "ngram+feature": 8, "parallel": 8, "grammar": MAX_DRAFT}  # draft lengths; 4 for others
+LENGTHS = {"ngram": 8, "ngram+feature": 8, "parallel": 8, "feature-tree": 16, "grammar": MAX_DRAFT}  # 4 for others
+TREE, BRANCHES = "-tree", 4  # the ending of an arm that drafts dynamic trees; nodes read on at each level
 WARM_UP = 16  # tokens
 QUIET = 0.15  # share of the cores that others may use
 STEADY = 1.5  # how much longer than its median a probe may take, nine times in ten
@@ -267,7 +268,7 @@ def drafting_of(name: str, task: str) -> Drafting:
     """How an arm drafts: not at all, at the length of LENGTHS, or as the profile `fastest` says of a task type."""
     if name == "fastest":
         return load_profile(name).for_task(task)
-    return Drafting("none", 0) if name == "plain" else Drafting(name, LENGTHS.get(name, 4))
+    return Drafting("none", 0) if name == "plain" else Drafting(name.removesuffix(TREE), LENGTHS.get(name, 4))
 
 
 def decoder_of(name: str, main: zoo.Main, task: str, loaded: dict[str, Drafter] | None = None) -> Decoder:
@@ -279,7 +280,9 @@ def decoder_of(name: str, main: zoo.Main, task: str, loaded: dict[str, Drafter] 
     key = f"{drafting.draft} {dict(drafting.options)}"
     if key not in loaded:
         loaded[key] = zoo.load_drafter(drafting.draft, main, **drafting.options)
-    return Decoder(main.model, loaded[key], drafting.draft_length, main.tokenizer, eos=main.eos)
+    candidates = BRANCHES if name.endswith(TREE) else 1
+    length = drafting.draft_length
+    return Decoder(main.model, loaded[key], length, main.tokenizer, eos=main.eos, candidate_count=candidates)
 
 
 def _ours(decoder: Decoder) -> Arm:
