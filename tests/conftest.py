@@ -14,6 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from specdec_lab.models.llama import LlamaModel
     from specdec_lab.models.zoo import Main
 
 # All of these act only when set before torch, matplotlib or transformers are imported.
@@ -128,6 +129,47 @@ def llama_config(layers: int) -> Any:
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
+
+
+def random_llama(seed: int, layers: int, vocab_size: int = 8, context: int = 64) -> "LlamaModel":
+    """A random model on the lean decoder, small enough to enumerate what it says."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from specdec_lab.models.llama import LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.4,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).eval()
+    return LlamaModel(model.config, model.state_dict(), f"random-{seed}")
+
+
+def noisy_copy(folder: str, out: Path) -> str:
+    """Write the model in `folder` to `out` with noise on its weights: it agrees with itself now and then."""
+    import torch
+
+    from specdec_lab.models import zoo
+
+    model, tokenizer = zoo.read(Path(folder))
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.03 * torch.randn(weight.shape, generator=rng)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return str(out)
 
 
 @pytest.fixture(scope="session")

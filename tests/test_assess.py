@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import noisy_copy, save_model
 
 from specdec_lab import assess as module
 from specdec_lab import cli, decoding, theory
@@ -206,15 +207,7 @@ def main(tiny_folder: str) -> zoo.Main:
 @pytest.fixture(scope="module")
 def noisy(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of the main model with noise on its weights: it agrees with it now and then."""
-    folder = tmp_path_factory.mktemp("noisy")
-    model, tokenizer = zoo.read(Path(tiny_folder))
-    rng = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.03 * torch.randn(weight.shape, generator=rng)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return noisy_copy(tiny_folder, tmp_path_factory.mktemp("noisy"))
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +341,6 @@ def test_the_articles_exclusions_are_named_when_they_apply() -> None:
 
 
 def mamba(folder: Path) -> str:
-    from conftest import save_model
     from transformers import MambaConfig
 
     config = MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2, state_size=4, eos_token_id=257)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import random_llama
 from scipy import stats
 from test_feature import layers, model_of
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from specdec_lab.constrain import Constraint, Grammar, Source, masked, read_lark, read_schema
 from specdec_lab.decoding import Decoder
@@ -342,25 +343,6 @@ def letters() -> PreTrainedTokenizerFast:
     tokenizer.decoder = ByteLevel()
     tokenizer.add_special_tokens(["</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-
-
-def random_llama(seed: int, layers: int) -> LlamaModel:
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).eval()
-    return LlamaModel(model.config, model.state_dict(), f"random-{seed}")
 
 
 # What may follow depends on the token before: after a any of a, b, c; after b the end or d; after c only e.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import random_llama
 from scipy import stats
 from torch import Tensor
 
@@ -174,27 +175,6 @@ def test_temperature_tends_to_greedy(
 
 
 # Sampling: the same distribution as the main model alone
-
-
-def random_llama(seed: int, layers: int, vocab_size: int = 8) -> LlamaModel:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).eval()
-    return LlamaModel(model.config, model.state_dict(), f"random-{seed}")
 
 
 ROWS, CELLS, SIGNIFICANCE = 6000, 64, 1e-4

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import random_llama
 from scipy import stats
 from torch import Tensor
 
@@ -20,27 +21,8 @@ VOCAB = 23
 SAMPLED = Sampling(temperature=0.9, top_k=12, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
 
 
-def tiny(seed: int, vocab_size: int = VOCAB, layers: int = 1, context: int = 128) -> LlamaModel:
-    """A random Llama with hidden size 16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=context,
-        initializer_range=0.4,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).eval()
-    return LlamaModel(model.config, model.state_dict(), f"tiny-{seed}")
+def tiny(seed: int, vocab_size: int = VOCAB, context: int = 128) -> LlamaModel:
+    return random_llama(seed, 1, vocab_size, context)
 
 
 def logits_after(model: LlamaModel, tokens: Sequence[int]) -> Tensor:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import SIGNIFICANCE, START, exact, p_value, random_llama, two_tokens
+from conftest import random_llama
+from test_decoding import SIGNIFICANCE, START, exact, p_value, two_tokens
 from torch import Tensor
 
 from specdec_lab.decoding import Decoder

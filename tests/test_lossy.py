@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import SIGNIFICANCE, START, exact, p_value, random_llama, two_tokens
+from conftest import random_llama
+from test_decoding import SIGNIFICANCE, START, exact, p_value, two_tokens
 from test_feature import layers, model_of
 from torch import Tensor
 

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from conftest import noisy_copy
 from torch import Tensor
 
 from specdec_lab import cli, plots, studies, tasks
@@ -30,15 +31,7 @@ def main(tiny_folder: str) -> zoo.Main:
 @pytest.fixture(scope="module")
 def drafter(main: zoo.Main, tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The main model with noise on its weights: agrees with it now and then."""
-    folder = tmp_path_factory.mktemp("noisy")
-    model, tokenizer = zoo.read(Path(tiny_folder))
-    rng = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.03 * torch.randn(weight.shape, generator=rng)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return zoo.load_drafter(str(folder), main)
+    return zoo.load_drafter(noisy_copy(tiny_folder, tmp_path_factory.mktemp("noisy")), main)
 
 
 @pytest.fixture(scope="module")
