@@ -1,14 +1,15 @@
 """How results look: the figures. readings says in words what they show.
 
 Figures take the tables of experiment.load ("rows") or experiment.summary ("arms"), and raise DataError for one that
-is empty, lacks a column or mixes settings. One colour is one task, one marker is one draft, in every figure; markers,
-hatches and shades tell things apart in grey print too. Error bars are 95 % intervals (bootstrap over prompts). It
+is empty, lacks a column or mixes settings. One colour is one task, one marker is one draft, in every figure that
+compares drafts; figures of a grid give colour and marker to acceptance rules. Markers, hatches and shades tell things
+apart in grey print too. Error bars are 95 % intervals (bootstrap over prompts). It
 does not know how results were made, and derives no metric.
 """
 
 import io
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ import pandas as pd
 import seaborn
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 
 from specdec_lab import tables, theory
@@ -48,8 +51,13 @@ MARKERS = {"1:2": "o", "1:3": "s", "1:4": "D", "ngram": "^"}
 OTHERS = "vPX<>p*h"
 SHADES = dict(zip(PARTS, (("0.45", "////"), ("0.78", ""), ("0.1", "")), strict=True))  # grey, hatch
 FATES = {"accepted": "#cdeeda", "recovered": "#dd7a3c", "bonus": "#8ab8ea", "plain": "#ffffff"}  # four shades of grey
+RULES = {  # marker, colour
+    **{"lossless": ("o", "black"), "threshold": ("s", COLOURS[1]), "typical": ("^", COLOURS[2])},
+    **{"lenience": ("v", COLOURS[4]), "block": ("D", COLOURS[0]), "sequence": ("P", COLOURS[7])},
+}
 EDGES = dict.fromkeys(FATES, "white") | {"plain": "0.5"}
 
+LOSSES = {"nll_delta": "rise of the NLL over the main model's own output", "quality_delta": "loss of the task's score"}
 BAR: dict[str, Any] = {"linestyle": "none", "capsize": 2.0, "elinewidth": 0.9, "capthick": 0.9, "markersize": 5.5}
 PLAIN: dict[str, Any] = {"color": "0.2", "linewidth": 0.9, "linestyle": "--"}  # the plain loop
 RATIOS = "draft : main in all parameters (without embedding and head)"
@@ -191,22 +199,23 @@ def throughput(arms: pd.DataFrame) -> Figure:
     plain_line = _key("", "plain loop, 95 % interval", **loop)
     _legend(fig, [*_draft_keys(table), plain_line], f"{RATIOS}; number: draft length")
     for task, ax in axes.items():
-        _label_points(fig, ax, table[table.task == task])
+        line = table[table.task == task]
+        _label_points(fig, ax, line[["acceptance_probability", "throughput"]], map(str, line.draft_length))
     return fig
 
 
-def _label_points(fig: Figure, ax: Axes, line: pd.DataFrame) -> None:
-    """Write draft lengths beside their points, each where it covers no point and no other label."""
+def _label_points(fig: Figure, ax: Axes, points_at: pd.DataFrame, labels: Iterable[str]) -> None:
+    """Write labels beside their points (x, y), each where it covers no point and no other label."""
     fig.draw_without_rendering()  # fixes the layout, so that places on the page are known
-    places = line[["acceptance_probability", "throughput"]].to_numpy(float)
+    places, texts = points_at.to_numpy(float), np.array(list(labels), dtype=object)
     known = np.isfinite(places).all(1)
     unit = fig.dpi / 72  # pixels of a point
     points = ax.transData.transform(places[known]).reshape(-1, 2)
     taken = [Bbox.from_bounds(x - 4 * unit, y - 4 * unit, 8 * unit, 8 * unit) for x, y in points]
     frame = ax.get_window_extent()
     halo = [withStroke(linewidth=2, foreground="white")]
-    for point, place, length in zip(points, places[known], line.draft_length[known], strict=True):
-        size = (5.2 * len(str(length)) + 1) * unit, 8 * unit
+    for point, place, label in zip(points, places[known], texts[known], strict=True):
+        size = (5.2 * len(label) + 1) * unit, 8 * unit
         boxes = _around(point, size, unit)
         inside = (b for b in boxes if frame.contains(b.x0, b.y0) and frame.contains(b.x1, b.y1))
         free = (b for b in inside if not any(map(b.overlaps, taken)))
@@ -214,9 +223,9 @@ def _label_points(fig: Figure, ax: Axes, line: pd.DataFrame) -> None:
         taken.append(box)
         middle = np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2
         look: dict[str, Any] = {"fontsize": 8, "ha": "center", "va": "center", "path_effects": halo}
-        ax.annotate(
-            str(length), place, tuple((middle - point) / unit), textcoords="offset points", **look
-        ).set_in_layout(False)
+        ax.annotate(label, place, tuple((middle - point) / unit), textcoords="offset points", **look).set_in_layout(
+            False
+        )
 
 
 def _around(point: np.ndarray, size: tuple[float, float], unit: float) -> list[Bbox]:
@@ -411,6 +420,101 @@ def trace_strip(trace: Trace, decode: Callable[[int], str], lines: int = 14) -> 
     keys.append(_key("|", "a step begins" if full else "a step begins (cut here)", color="black", markersize=9))
     _legend(fig, keys)
     return fig
+
+
+@style()
+def pareto(arms: pd.DataFrame, loss: str = "nll_delta") -> Figure:
+    """Speed-up against what it costs in quality, a panel per task, with 95 % intervals. arms: tuning.standings.
+
+    Large and named: settings of the last round; the step line is their front. Small: those dropped before, on fewer
+    prompts. loss: nll_delta or quality_delta. Raises SettingError for another.
+    """
+    require("loss", loss, loss in LOSSES, ", ".join(LOSSES))
+    table = tables.latest(tables.cells_of(arms, "speculative_speedup", loss))
+    tasks = tasks_of(table)
+    fig, axes = _panels(tasks, 3.1, "speed-up over the plain loop", sharey=True)
+    for task, ax in axes.items():
+        line = table[table.task == task]
+        final, dropped = line[line.kept], line[~line.kept]
+        for rule, own in dropped.groupby("acceptance_rule"):
+            marker, colour = RULES[str(rule)]
+            look = {"marker": marker, "color": colour, "markerfacecolor": "none", "linestyle": "none"}
+            ax.plot(own[loss], own.speculative_speedup, markersize=3, alpha=0.55, zorder=2, **look)
+        for rule, own in final.groupby("acceptance_rule"):
+            marker, colour = RULES[str(rule)]
+            bars = {"xerr": _errors(own, loss), "yerr": _errors(own, "speculative_speedup")}
+            look = {"marker": marker, "color": colour, "markeredgecolor": "white", "zorder": 4}
+            ax.errorbar(own[loss], own.speculative_speedup, **bars, **{**BAR, "markersize": 6.5}, **look)
+        best = final[tables.front(final, loss)].sort_values(loss)
+        ax.step(best[loss].clip(lower=0), best.speculative_speedup, where="post", color="0.5", linewidth=1.0, zorder=1)
+        ax.axhline(1, **PLAIN, zorder=1)
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_formatter(PercentFormatter(1.0, None))
+        ax.yaxis.set_major_formatter("{x:g}×")
+        ax.margins(0.12)
+    fig.supxlabel(f"{LOSSES[loss]} (right is worse)", fontsize=9)
+    used = [rule for rule in RULES if rule in set(table.acceptance_rule)]
+    keys = [_key(RULES[rule][0], rule, color=RULES[rule][1]) for rule in used]
+    keys += [_key("", "front", color="0.5", linestyle="-"), _key("", "plain loop (1×)", **PLAIN)]
+    _legend(fig, keys, f"draft {short(table.draft[0])}; numbers: γ, ×K, threshold; small: dropped in an earlier round")
+    for task, ax in axes.items():
+        final = table[(table.task == task) & table.kept]
+        _label_points(fig, ax, final[[loss, "speculative_speedup"]], map(tables.brief, final.itertuples()))
+    return fig
+
+
+@style()
+def threshold_heat(arms: pd.DataFrame) -> Figure:
+    """Speed-up of every setting of a grid, a line of panels per task and a panel per rule. arms: tuning.standings.
+
+    Columns are draft lengths; lines are candidate counts for the lossless rule, thresholds for the others, where a
+    field shows its fastest candidate count. All fields of a task are from the first round, on the same prompts; framed
+    are settings that reached the last of several rounds.
+    """
+    table = tables.cells_of(arms, "speculative_speedup")
+    table = table[table["round"] == 1]
+    tasks, rules = tasks_of(table), list(dict.fromkeys(table.acceptance_rule))
+    lines = max(table.candidate_count.nunique(), table.acceptance_threshold.nunique())
+    fig = Figure(figsize=(WIDTH, len(tasks) * (0.34 * lines + 0.3) + 0.9), layout="constrained")
+    axes = fig.subplots(len(tasks), len(rules), squeeze=False)
+    values = table.speculative_speedup.to_numpy(float)
+    ends = np.nanmin(np.append(values, 0.8)), np.nanmax(np.append(values, 1.25))
+    scale = ScalarMappable(TwoSlopeNorm(1.0, *ends), "RdBu")
+    for row, task in zip(axes, tasks, strict=True):
+        for ax, rule in zip(row, rules, strict=True):
+            _heat(ax, table[(table.task == task) & (table.acceptance_rule == rule)], scale)
+            ax.set_title(rule if task == tasks[0] else "")
+        row[0].annotate(title(task), (0, 0.5), (-34, 0), xycoords="axes fraction", textcoords="offset points",
+                        rotation=90, ha="center", va="center", fontweight="bold", fontsize=9)  # fmt: skip
+    fig.supxlabel("draft length γ (for a tree with K > 1: its nodes; for block: of each of K chains)", fontsize=9)
+    bar = fig.colorbar(scale, ax=axes, aspect=30, pad=0.01, label="speed-up over the plain loop")
+    bar.ax.axhline(1, color="black", linewidth=0.9)
+    return fig
+
+
+def _heat(ax: Axes, cells: pd.DataFrame, scale: ScalarMappable) -> None:
+    """One rule's settings on one task."""
+    plain = cells.acceptance_threshold.isna().all()
+    by = "candidate_count" if plain else "acceptance_threshold"
+    lengths, lines = sorted(set(cells.draft_length)), sorted(set(cells[by]))
+    shown = cells.sort_values("speculative_speedup", na_position="first").groupby([by, "draft_length"]).tail(1)
+    several, whole = cells.candidate_count.nunique() > 1 and not plain, set(cells.acceptance_rule) == {"sequence"}
+    for one in shown.itertuples():
+        x, y, value = lengths.index(one.draft_length), lines.index(getattr(one, by)), one.speculative_speedup
+        known = bool(np.isfinite(value))
+        colour = scale.to_rgba(value) if known else (1.0, 1.0, 1.0, 1.0)
+        ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8))
+        if one.kept and one.reached > 1:
+            ax.add_patch(Rectangle((x - 0.45, y - 0.43), 0.9, 0.86, fill=False, edgecolor="black", linewidth=1.2))
+        text = (f"{value:.2f}" if known else "–") + (f"\nK = {one.candidate_count:.0f}" if several else "")
+        dark = np.dot(colour[:3], (0.299, 0.587, 0.114)) < 0.5
+        ax.text(x, y, text, ha="center", va="center", fontsize=7, linespacing=1.05, color="white" if dark else "black")
+    ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(len(lines) - 0.5, -0.5))
+    ax.set_xticks(range(len(lengths)), ["whole text" if whole else f"{n:g}" for n in lengths])
+    ax.set_yticks(range(len(lines)), [f"K = {n:g}" if plain else f"{n:g}" for n in lines])
+    ax.tick_params(length=0, pad=2)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
 
 
 COLUMNS, PAD = 97, 0.6  # characters of 8 pt monospace across a page, and those around a token

@@ -217,6 +217,105 @@ def match(matches: Mapping[str, Interval]) -> str:
     return f"The draft's first choice is the main model's next token in this share of places: {', '.join(said)}."
 
 
+# ---- a grid of settings (arms: tuning.standings)
+
+
+def threshold_heat(arms: pd.DataFrame) -> str:
+    """Under plots.threshold_heat: the fastest setting of each rule in the first round."""
+    table, said = tables.cells_of(arms, "speculative_speedup"), []
+    table = table[table["round"] == 1]
+    for task in tasks_of(table):
+        line = table[table.task == task]
+        rules = dict.fromkeys(line.acceptance_rule)
+        best = [_best(line[line.acceptance_rule == rule], "speculative_speedup") for rule in rules]
+        told = [f"{tables.cell(row)}: {row.speculative_speedup:.2f}×" for row in best if row is not None]
+        said.append(f"{_task(task)}: {'; '.join(told) or 'nothing was measured'}")
+    count = int(table.prompts.max())
+    share = f"{count} prompt{'s' if count > 1 else ''} a task"
+    return f"The fastest setting of each rule, of {len(table) // len(said)}, on {share}. {'. '.join(said)}."
+
+
+def optimum(rows: pd.DataFrame, arms: pd.DataFrame) -> str:
+    """Under plots.pareto: per task the best setting, and whether a lossy rule beats lossless ones at equal quality.
+
+    Of the last round. Faster: the interval of the paired ratio lies above 1. Equal: the intervals of nll_delta and,
+    where it has one, of quality_delta end below TOLERANCE. Worse: one of them begins above 0.
+    """
+    table = tables.latest(tables.cells_of(arms, "speculative_speedup", "nll_delta", "quality_delta"))
+    lines = [f"* {_task(task)}: {_optimum(rows, table[(table.task == task) & table.kept])}" for task in tasks_of(table)]
+    head = f"Equal quality: NLL and task score are at most {TOLERANCE:.0%} worse, by the ends of their intervals."
+    return "\n".join([head, "", *lines])
+
+
+TOLERANCE = 0.05
+
+
+def _optimum(rows: pd.DataFrame, line: pd.DataFrame) -> str:
+    best = _best(line[line.acceptance_rule == "lossless"], "speculative_speedup")
+    lossy = line[line.acceptance_rule != "lossless"].sort_values("speculative_speedup", ascending=False)
+    if best is None:
+        return "no lossless setting was measured."
+    said = [f"best without loss is {tables.cell(best)}, {with_interval(best, 'speculative_speedup', unit='×')}"]
+    judged: dict[str, list[str]] = {"equal": [], "worse": [], "undecided": []}
+    for row in lossy.itertuples():
+        got = compare(tables.rows_of(rows, row), tables.rows_of(rows, best), "speculative_speedup")
+        if got.verdict == "higher":
+            over = f"{got.ratio:.2f} ({number(got.low)} … {number(got.high)}) times as fast"
+            judged[_quality(row)].append(f"{tables.cell(row)}, is {over}, NLL {_rise(row)}")
+    if judged["equal"]:
+        said.append(f"at equal quality a lossy rule beats it: {judged['equal'][0]}")
+    else:
+        said.append("no lossy rule beats it at equal quality, as far as intervals tell")
+    if judged["worse"]:
+        said.append(f"speed is bought with quality by {judged['worse'][0]}")
+    if judged["undecided"]:
+        said.append(f"faster, with its quality undecided: {judged['undecided'][0]}")
+    return "; ".join(said) + "."
+
+
+def _quality(row: Any) -> str:
+    """Whether an arm's quality is "equal" to the main model's, "worse" or "undecided"."""
+    ends = [[getattr(row, f"{name}_{end}") for end in ("low", "high")] for name in ("nll_delta", "quality_delta")]
+    known = [pair for pair in ends if np.isfinite(pair).all()]
+    if any(low > 0 for low, _ in known) and any(high > TOLERANCE for _, high in known):
+        return "worse"
+    told = known and np.isfinite(ends[0]).all()
+    return "equal" if told and all(high <= TOLERANCE for _, high in known) else "undecided"
+
+
+def _rise(row: Any) -> str:
+    """What a lossy arm does to the NLL, as "+3 % (-1 % … +8 %)"."""
+    values = [getattr(row, f"nll_delta{end}") for end in ("", "_low", "_high")]
+    told = [f"{value:+.0%}" if np.isfinite(value) else "undefined" for value in values]
+    return f"{told[0]} ({told[1]} … {told[2]})" if np.isfinite(values).all() else told[0]
+
+
+def grid_table(arms: pd.DataFrame) -> pd.DataFrame:
+    """One line per task and setting of the last round, fastest first, ready to print."""
+    table = tables.latest(tables.cells_of(arms, "speculative_speedup", "nll_delta", "quality_delta", "fallback_ratio"))
+    table = table[table.kept].sort_values("speculative_speedup", ascending=False, kind="stable")
+    table = table.sort_values("task", key=lambda x: x.map(tasks_of(table).index), kind="stable")
+    fronts = pd.concat([tables.front(line) for _, line in table.groupby("task", sort=False)])
+    return pd.DataFrame(
+        {
+            "task": table.task.map(title),
+            "setting": [tables.cell(row) for row in table.itertuples()],
+            "speed-up (95 % interval)": [with_interval(r, "speculative_speedup", unit="×") for r in table.itertuples()],
+            "NLL": [_rise(row) for row in table.itertuples()],
+            "score lost": [_lost(row) for row in table.itertuples()],
+            "repetition": table.repetition_delta.map(lambda x: f"{x:+.2f}"),
+            "fallback": table.fallback_ratio.map(number),
+            "prompts": table.prompts,
+            "on the front": ["yes" if on else "" for on in fronts],
+        }
+    ).reset_index(drop=True)
+
+
+def _lost(row: Any) -> str:
+    """quality_delta with its number of prompts; JSON and code that a length limit cut have no score."""
+    return f"{row.quality_delta:+.2f}, n = {row.quality_prompts:.0f}" if np.isfinite(row.quality_delta) else "–"
+
+
 # ---- tables and verdict
 
 
@@ -283,7 +382,7 @@ def verdict(rows: pd.DataFrame, arms: pd.DataFrame, draft: str = "1:3") -> str:
         against, said = set(), [f"It is {plain} than the plain loop, {over}"]
         for other in best.values():
             if other.draft != ours.draft:
-                got = compare(_rows_of(rows, ours), _rows_of(rows, other), "speculative_speedup")
+                got = compare(tables.rows_of(rows, ours), tables.rows_of(rows, other), "speculative_speedup")
                 against.add(got.verdict)
                 said.append(f"{got.ratio:.2f} ({number(got.low)} … {number(got.high)}) times {_arm(other)}")
         judged = "not best" if "lower" in against else "undecided" if "undecided" in against else "best"
@@ -293,8 +392,3 @@ def verdict(rows: pd.DataFrame, arms: pd.DataFrame, draft: str = "1:3") -> str:
     names = [short(name, 24) + (f" ({', '.join(said)})" if said else "") for name, said in sizes.items()]
     head = f"Drafts, each at its fastest length: {'; '.join(names)}. Undecided: an interval holds 1."
     return "\n".join([head, "", *lines, "", prediction(arms)])
-
-
-def _rows_of(rows: pd.DataFrame, arm: Any) -> pd.DataFrame:
-    """The rows behind one row of the summary."""
-    return rows[(rows.part == arm.part) & (rows.draft == arm.draft) & (rows.draft_length == arm.draft_length)]

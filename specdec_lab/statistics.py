@@ -104,6 +104,22 @@ def _tail(prompts: int, level: float) -> float:
     return NormalDist().cdf(-((prompts / nu) ** 0.5) * (z + sum(terms)))
 
 
+def fronts(gain: ArrayLike, loss: ArrayLike) -> list[list[int]]:
+    """Pareto fronts: what no other beats in both gain (higher is better) and loss (lower); then so of the rest, ….
+
+    gain, loss: [n], free of NaN. Returns places in them; equals share a front.
+    """
+    gains, losses = np.asarray(gain, dtype=np.float64), np.asarray(loss, dtype=np.float64)
+    left, found = list(range(gains.size)), []
+    while left:
+        g, h = gains[left], losses[left]
+        no_worse = (g[None] >= g[:, None]) & (h[None] <= h[:, None])  # [i, j]: j is no worse than i in either
+        beaten = (no_worse & ~no_worse.T).any(1)
+        found.append([at for at, out in zip(left, beaten, strict=True) if not out])
+        left = [at for at, out in zip(left, beaten, strict=True) if out]
+    return found
+
+
 # ---- tables of results (rows as experiment.load gives them)
 
 

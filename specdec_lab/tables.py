@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 
 from specdec_lab.errors import DataError
-from specdec_lab.statistics import MACHINE, SETTINGS, interval, prompt_sums, resampled_sums
+from specdec_lab.statistics import ARM as CELL
+from specdec_lab.statistics import MACHINE, SETTINGS, fronts, interval, prompt_sums, resampled_sums
 from specdec_lab.theory import VerifyCurve
 
 TASKS = ("json", "code", "prose")  # shown before others
@@ -50,6 +51,47 @@ def arms_of(arms: pd.DataFrame, *columns: str) -> pd.DataFrame:
     return _by_draft(table, drafts_of(table))
 
 
+def cells_of(arms: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Rows of tuning.standings with a draft, one per (task, round, arm); `kept`: it reached its task's last round.
+
+    Raises DataError for a table that is empty, lacks a column, or mixes drafts or settings.
+    """
+    table = _check(arms, ["task", *CELL, "round", "reached", *columns])
+    table = table[table.draft != "none"].reset_index(drop=True)
+    if table.draft.nunique() > 1:
+        raise DataError(f"a grid shows one draft, these results have {', '.join(drafts_of(table))}")
+    twice = table[table.duplicated(["task", "round", *CELL])]
+    if len(twice):
+        raise DataError(f"{title(twice.iloc[0].task)}: {cell(twice.iloc[0])} stands several times in these results")
+    return table.assign(kept=table.reached == table.groupby("task").reached.transform("max"))
+
+
+def latest(table: pd.DataFrame) -> pd.DataFrame:
+    """Of cells_of: each arm as its last round, the one with the most prompts, measured it."""
+    return table[table["round"] == table.reached].reset_index(drop=True)
+
+
+def front(table: pd.DataFrame, loss: str = "nll_delta") -> pd.Series:
+    """Of one task's arms: whether no other is better in both speed-up and loss.
+
+    A loss below 0 counts as none, as does whatever a lossless arm shows: a text that the main model finds likelier
+    than its own is no better for that.
+    """
+    speed = table.speculative_speedup.fillna(0.0)
+    lost = table[loss].clip(lower=0).where(table.acceptance_rule != "lossless", 0.0).fillna(np.inf)
+    first = fronts(speed, lost)[0] if len(table) else []
+    return pd.Series([at in first for at in range(len(table))], index=table.index, dtype=bool)
+
+
+def rows_of(rows: pd.DataFrame, arm: Any) -> pd.DataFrame:
+    """The rows behind one row of the summary."""
+    same = rows.part == arm.part
+    for name in (name for name in CELL if name in rows):
+        value = getattr(arm, name)
+        same &= rows[name].isna() if pd.isna(value) else rows[name] == value
+    return rows[same]
+
+
 def _by_draft(table: pd.DataFrame, drafts: list[str]) -> pd.DataFrame:
     return table.sort_values(["draft", "draft_length"], key=lambda x: x.map(drafts.index) if x.name == "draft" else x)
 
@@ -78,6 +120,20 @@ def short(name: str, most: int = 14) -> str:
 def title(task: str) -> str:
     """A task's name, or its file's."""
     return short(task, 24)
+
+
+def cell(arm: Any) -> str:
+    """A setting of a grid, as "threshold 0.5, γ = 8, K = 4"."""
+    own = "" if pd.isna(arm.acceptance_threshold) else f" {arm.acceptance_threshold:g}"
+    length = "" if arm.acceptance_rule == "sequence" else f", γ = {arm.draft_length:.0f}"
+    return f"{arm.acceptance_rule}{own}{length}, K = {arm.candidate_count:.0f}"
+
+
+def brief(arm: Any) -> str:
+    """The same beside its rule's marker, as "8×4, 0.5"."""
+    count = f"×{arm.candidate_count:.0f}" if arm.candidate_count > 1 else ""
+    own = "" if pd.isna(arm.acceptance_threshold) else f", {arm.acceptance_threshold:g}"
+    return f"{'text' if arm.acceptance_rule == 'sequence' else f'{arm.draft_length:.0f}'}{count}{own}"
 
 
 def size_ratio(main: float, draft: float) -> str:
