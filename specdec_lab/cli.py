@@ -18,6 +18,7 @@ from specdec_lab.errors import DataError, SettingError, SpecdecError, UnknownNam
 AGREEMENT = {"match": "greedy match", "overlap": "Σ min(p, q)", "alpha": "α"}
 KEPT = {  # by commands that are interrupted; `evaluate` says for itself
     "sweep": "the parts that were finished are kept, and the same command goes on after them",
+    "grid": "the parts that were finished are kept, and the same command goes on after them",
     "distill": "hidden states and checkpoints so far are kept, and the same command goes on from them",
     **dict.fromkeys(("bench", "study", "match", "verify", "assess"), "nothing is kept"),
 }
@@ -111,22 +112,23 @@ def _parser() -> argparse.ArgumentParser:
     _running_options(assess, max_new_tokens=40)
 
     sweep = command("sweep", _sweep, "run 03_ratio_sweep.ipynb: draft sizes x tasks x draft lengths, figures, table")
-    sweep.add_argument("--main")
     sweep.add_argument("--drafts", nargs="+")
-    sweep.add_argument("--tasks", nargs="+")
-    sweep.add_argument("--draft_lengths", nargs="+", type=int)
     sweep.add_argument("--prompts", type=int, help="prompts of each task")
-    sweep.add_argument("--max_new_tokens", type=int)
-    sweep.add_argument("--temperature", type=float)
-    sweep.add_argument("--seed", type=int)
-    sweep.add_argument("--device", help="cpu or cuda; default CUDA where there is one")
-    sweep.add_argument("--dtype", help="float32, bfloat16 or float16")
-    sweep.add_argument("--threads", type=int)
-    sweep.add_argument("--results", help="folder of the part files; a sweep that was killed resumes there")
-    sweep.add_argument("--figures", help="folder of the figures")
+    _notebook_options(sweep)
+
+    grid = command("grid", _grid, "run 04_threshold_grid.ipynb: draft lengths x candidates x rules x thresholds")
+    grid.add_argument("--draft")
+    grid.add_argument("--candidate_counts", nargs="+", type=int)
+    grid.add_argument("--rules", nargs="+", help="lossless, threshold, typical, lenience, block, sequence")
+    grid.add_argument("--thresholds", nargs="+", type=float)
+    grid.add_argument("--max_retries", type=int)
+    grid.add_argument("--prompts", nargs="+", type=int, help="prompts of each task, for each round")
+    grid.add_argument("--keep", nargs="*", type=int, help="settings of a task that go on after each round but the last")
+    grid.add_argument("--full", action="store_true", default=None, help="the articles' whole grid; about a day")
+    _notebook_options(grid)
 
     run = command("run", _run, "execute a notebook with parameters; unknown ones are refused")
-    run.add_argument("notebook", help="02_experiment, 03_ratio_sweep, 08_distill_drafts, or a path")
+    run.add_argument("notebook", help="02_experiment, 03_ratio_sweep, 04_threshold_grid, 08_distill_drafts, or a path")
     run.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="VALUE is YAML")
     run.add_argument("--out", help="the executed copy; default build/notebooks/<name>.ipynb")
 
@@ -187,6 +189,20 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--readme", action="store_true", help="write data/results/bench.json and the table in README.md")
     bench.add_argument("--threads", type=int)
     return parser
+
+
+def _notebook_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--main")
+    sub.add_argument("--tasks", nargs="+")
+    sub.add_argument("--draft_lengths", nargs="+", type=int)
+    sub.add_argument("--max_new_tokens", type=int)
+    sub.add_argument("--temperature", type=float)
+    sub.add_argument("--seed", type=int)
+    sub.add_argument("--device", help="cpu or cuda; default CUDA where there is one")
+    sub.add_argument("--dtype", help="float32, bfloat16 or float16")
+    sub.add_argument("--threads", type=int)
+    sub.add_argument("--results", help="folder of the part files; what was killed resumes there")
+    sub.add_argument("--figures", help="folder of the figures")
 
 
 def _decoding_options(sub: argparse.ArgumentParser) -> None:
@@ -585,19 +601,36 @@ def _assessments(
 
 def _sweep(args: argparse.Namespace) -> Any:
     from specdec_lab.experiment import grid
-    from specdec_lab.notebooks import run_notebook
 
-    names = ["main", "drafts", "tasks", "draft_lengths", "prompts", "max_new_tokens", "temperature", "seed"]
-    names += ["device", "dtype", "threads", "results", "figures"]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    # a notebook runs in the project's root
-    given |= {name: _absolute(given[name]) for name in ("main", "drafts", "tasks") if name in given}
-    given |= {name: str(Path(given[name]).expanduser().resolve()) for name in ("results", "figures") if name in given}
-    if given:  # the figures of the default sweep are the ones README shows
-        given.setdefault("figures", "build/figures")
+    given = _notebook_settings(args)
     settings = {name: value for name, value in given.items() if name not in ("main", "results", "figures")}
     grid([given["main"]] if "main" in given else ("bundled",), **settings)  # told before a kernel starts
-    out = run_notebook("03_ratio_sweep", given)
+    return _run_notebook(args, "03_ratio_sweep", given)
+
+
+def _grid(args: argparse.Namespace) -> Any:
+    from specdec_lab.tuning import Search
+
+    given = _notebook_settings(args)
+    Search(**{name: value for name, value in given.items() if name not in ("results", "figures")})
+    return _run_notebook(args, "04_threshold_grid", given)
+
+
+def _notebook_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The parameters that were given, files and folders absolute, as a notebook runs in the project's root."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    given = {name: value for name, value in given.items() if name not in ("command", "run", "json")}
+    given |= {name: _absolute(given[name]) for name in ("main", "draft", "drafts", "tasks") if name in given}
+    given |= {name: str(Path(given[name]).expanduser().resolve()) for name in ("results", "figures") if name in given}
+    if given:  # the figures of a default run are the ones README shows
+        given.setdefault("figures", "build/figures")
+    return given
+
+
+def _run_notebook(args: argparse.Namespace, name: str, given: dict[str, Any]) -> Any:
+    from specdec_lab.notebooks import run_notebook
+
+    out = run_notebook(name, given)
     _say(args, f"the notebook with its results is {out}")
     return {"notebook": str(out)}
 

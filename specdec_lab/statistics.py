@@ -114,9 +114,9 @@ def fronts(gain: ArrayLike, loss: ArrayLike) -> list[list[int]]:
     while left:
         g, h = gains[left], losses[left]
         no_worse = (g[None] >= g[:, None]) & (h[None] <= h[:, None])  # [i, j]: j is no worse than i in either
-        beaten = (no_worse & ~no_worse.T).any(1)
-        found.append([at for at, out in zip(left, beaten, strict=True) if not out])
-        left = [at for at, out in zip(left, beaten, strict=True) if out]
+        beaten = set(np.flatnonzero((no_worse & ~no_worse.T).any(1)).tolist())
+        found.append([at for index, at in enumerate(left) if index not in beaten])
+        left = [at for index, at in enumerate(left) if index in beaten]
     return found
 
 

@@ -274,6 +274,7 @@ def test_ctrl_c_is_130_and_keeps_saved_tokens(
     [
         (["bench"], "interrupted; nothing is kept"),
         (["match"], "interrupted; nothing is kept"),
+        (["grid"], "interrupted; the parts that were finished are kept"),
         (["sweep"], "interrupted; the parts that were finished are kept"),
         (["distill", "--ratio", "1:4"], "interrupted; hidden states and checkpoints so far are kept"),
         (["models"], "interrupted"),

@@ -127,7 +127,7 @@ def test_extras_named_in_errors_exist() -> None:
 
 def test_makefile_has_the_documented_targets() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"setup", "model", "sweep", "lab", "test", "bench", "verify", "lint", "types", "clean"} <= targets
+    assert {"setup", "model", "sweep", "grid", "lab", "test", "bench", "verify", "lint", "types", "clean"} <= targets
 
 
 def test_nothing_tracked_names_this_machine_or_a_registry() -> None:
