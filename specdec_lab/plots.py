@@ -426,8 +426,8 @@ def trace_strip(trace: Trace, decode: Callable[[int], str], lines: int = 14) -> 
 def pareto(arms: pd.DataFrame, loss: str = "nll_delta") -> Figure:
     """Speed-up against what it costs in quality, a panel per task, with 95 % intervals. arms: tuning.standings.
 
-    Large and named: settings of the last round; the step line is their front. Small: those dropped before, on fewer
-    prompts. loss: nll_delta or quality_delta. Raises SettingError for another.
+    Large: settings of the last round; the step line is their front, whose settings are named. Small: those dropped
+    before, on fewer prompts. loss: nll_delta or quality_delta. Raises SettingError for another.
     """
     require("loss", loss, loss in LOSSES, ", ".join(LOSSES))
     table = tables.latest(tables.cells_of(arms, "speculative_speedup", loss))
@@ -451,14 +451,19 @@ def pareto(arms: pd.DataFrame, loss: str = "nll_delta") -> Figure:
         ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_formatter(PercentFormatter(1.0, None))
         ax.yaxis.set_major_formatter("{x:g}×")
-        ax.margins(0.12)
+        ax.margins(0.2, 0.12)
     fig.supxlabel(f"{LOSSES[loss]} (right is worse)", fontsize=9)
     used = [rule for rule in RULES if rule in set(table.acceptance_rule)]
     keys = [_key(RULES[rule][0], rule, color=RULES[rule][1]) for rule in used]
     keys += [_key("", "front", color="0.5", linestyle="-"), _key("", "plain loop (1×)", **PLAIN)]
-    _legend(fig, keys, f"draft {short(table.draft[0])}; numbers: γ, ×K, threshold; small: dropped in an earlier round")
+    _legend(
+        fig,
+        keys,
+        f"draft {short(table.draft[0])}; beside a point: γ × K, threshold; small: dropped in an earlier round",
+    )
     for task, ax in axes.items():
         final = table[(table.task == task) & table.kept]
+        final = final[tables.front(final, loss)]
         _label_points(fig, ax, final[[loss, "speculative_speedup"]], map(tables.brief, final.itertuples()))
     return fig
 
@@ -473,27 +478,31 @@ def threshold_heat(arms: pd.DataFrame) -> Figure:
     """
     table = tables.cells_of(arms, "speculative_speedup")
     table = table[table["round"] == 1]
-    tasks, rules = tasks_of(table), list(dict.fromkeys(table.acceptance_rule))
+    tasks, lengths = tasks_of(table), table.groupby("acceptance_rule", sort=False).draft_length.nunique()
     lines = max(table.candidate_count.nunique(), table.acceptance_threshold.nunique())
-    fig = Figure(figsize=(WIDTH, len(tasks) * (0.34 * lines + 0.3) + 0.9), layout="constrained")
-    axes = fig.subplots(len(tasks), len(rules), squeeze=False)
-    values = table.speculative_speedup.to_numpy(float)
-    ends = np.nanmin(np.append(values, 0.8)), np.nanmax(np.append(values, 1.25))
-    scale = ScalarMappable(TwoSlopeNorm(1.0, *ends), "RdBu")
+    fig = Figure(figsize=(WIDTH, len(tasks) * (0.34 * lines + 0.12) + 1.05), layout="constrained")
+    axes = fig.subplots(len(tasks), len(lengths), squeeze=False, width_ratios=list(lengths), sharex="col")
+    values = np.append(table.speculative_speedup.dropna().to_numpy(float), [0.8, 1.25])
+    scale = ScalarMappable(TwoSlopeNorm(1.0, values.min(), values.max()), "RdBu")
     for row, task in zip(axes, tasks, strict=True):
-        for ax, rule in zip(row, rules, strict=True):
-            _heat(ax, table[(table.task == task) & (table.acceptance_rule == rule)], scale)
+        last: list[str] = []
+        for ax, rule in zip(row, lengths.index, strict=True):
+            ticks = _heat(ax, table[(table.task == task) & (table.acceptance_rule == rule)], scale)
             ax.set_title(rule if task == tasks[0] else "")
-        row[0].annotate(title(task), (0, 0.5), (-34, 0), xycoords="axes fraction", textcoords="offset points",
+            ax.tick_params(labelleft=ticks != last, labelbottom=task == tasks[-1])
+            last = ticks
+        row[0].annotate(title(task), (0, 0.5), (-36, 0), xycoords="axes fraction", textcoords="offset points",
                         rotation=90, ha="center", va="center", fontweight="bold", fontsize=9)  # fmt: skip
-    fig.supxlabel("draft length γ (for a tree with K > 1: its nodes; for block: of each of K chains)", fontsize=9)
-    bar = fig.colorbar(scale, ax=axes, aspect=30, pad=0.01, label="speed-up over the plain loop")
-    bar.ax.axhline(1, color="black", linewidth=0.9)
+    notes = ["draft length γ (K > 1: nodes of a tree; drawn chains: of each); rows: K or threshold; ×: the fastest K"]
+    notes += ["framed: in the last round"] if table.reached.max() > 1 else []
+    fig.supxlabel("\n".join(notes), fontsize=9)
+    bar = fig.colorbar(scale, ax=axes, aspect=30, pad=0.01, label="speed-up", format="{x:g}×")
+    bar.set_ticks([tick for tick in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6) if values.min() <= tick <= values.max()])
     return fig
 
 
-def _heat(ax: Axes, cells: pd.DataFrame, scale: ScalarMappable) -> None:
-    """One rule's settings on one task."""
+def _heat(ax: Axes, cells: pd.DataFrame, scale: ScalarMappable) -> list[str]:
+    """One rule's settings on one task; the names of its lines."""
     plain = cells.acceptance_threshold.isna().all()
     by = "candidate_count" if plain else "acceptance_threshold"
     lengths, lines = sorted(set(cells.draft_length)), sorted(set(cells[by]))
@@ -506,15 +515,17 @@ def _heat(ax: Axes, cells: pd.DataFrame, scale: ScalarMappable) -> None:
         ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8))
         if one.kept and one.reached > 1:
             ax.add_patch(Rectangle((x - 0.45, y - 0.43), 0.9, 0.86, fill=False, edgecolor="black", linewidth=1.2))
-        text = (f"{value:.2f}" if known else "–") + (f"\nK = {one.candidate_count:.0f}" if several else "")
+        text = (f"{value:.2f}" if known else "–") + (f"\n×{one.candidate_count:.0f}" if several else "")
         dark = np.dot(colour[:3], (0.299, 0.587, 0.114)) < 0.5
         ax.text(x, y, text, ha="center", va="center", fontsize=7, linespacing=1.05, color="white" if dark else "black")
     ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(len(lines) - 0.5, -0.5))
-    ax.set_xticks(range(len(lengths)), ["whole text" if whole else f"{n:g}" for n in lengths])
-    ax.set_yticks(range(len(lines)), [f"K = {n:g}" if plain else f"{n:g}" for n in lines])
+    ax.set_xticks(range(len(lengths)), ["text" if whole else f"{n:g}" for n in lengths])
+    names = [f"K = {n:g}" if plain else f"{n:g}" for n in lines]
+    ax.set_yticks(range(len(lines)), names)
     ax.tick_params(length=0, pad=2)
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
+    return names
 
 
 COLUMNS, PAD = 97, 0.6  # characters of 8 pt monospace across a page, and those around a token

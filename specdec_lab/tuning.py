@@ -18,7 +18,7 @@ import pandas as pd
 from specdec_lab.acceptance import Acceptance
 from specdec_lab.errors import SettingError, require, whole
 from specdec_lab.experiment import Arm, Block, summary, sweep
-from specdec_lab.statistics import fronts
+from specdec_lab.statistics import RESAMPLES, fronts
 
 ARTICLES: dict[str, tuple[Any, ...]] = {  # the whole grid of the articles
     "draft_lengths": (8, 16, 24, 32),
@@ -45,7 +45,7 @@ class Search:
     tasks: tuple[str, ...] = ("json", "code", "prose")
     draft_lengths: tuple[int, ...] = (4, 8, 16)
     candidate_counts: tuple[int, ...] = (1, 4)
-    thresholds: tuple[float, ...] = (0.5, 0.9)
+    thresholds: tuple[float, ...] = (0.3, 0.7)
     rules: tuple[str, ...] = ("lossless", "threshold", "typical", "block")
     max_retries: int = 1
     prompts: tuple[int, ...] = (2, 6, 18)
@@ -179,11 +179,11 @@ def arm_of(row: Mapping[str, Any] | pd.Series) -> Arm:
     return Arm(**values)
 
 
-def standings(rows: pd.DataFrame) -> pd.DataFrame:
+def standings(rows: pd.DataFrame, resamples: int = RESAMPLES) -> pd.DataFrame:
     """experiment.summary of a search's rows, with `round`, and `reached`, the last round of the arm on that task."""
     if "round" not in rows:
         raise SettingError("rows", ", ".join(rows.columns[:4]), "those of Search.run, which have a column round")
-    arms = summary(rows)
+    arms = summary(rows, resamples)
     arms["round"] = arms.part.map(rows.drop_duplicates("part").set_index("part")["round"])
     same = ["task", *(field.name for field in fields(Arm))]
     arms["reached"] = arms.groupby(same, dropna=False)["round"].transform("max")

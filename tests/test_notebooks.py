@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 
+from specdec_lab import cli
 from specdec_lab.errors import DataError, SpecdecError, UnknownNameError
 from specdec_lab.notebooks import find_notebook, from_root, notebooks, parameters_of, project_root, run_notebook
+from specdec_lab.tuning import Search
 
-NAMES = ["02_experiment", "03_ratio_sweep", "08_distill_drafts"]
+NAMES = ["02_experiment", "03_ratio_sweep", "04_threshold_grid", "08_distill_drafts"]
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -76,6 +79,36 @@ def test_one_experiment_runs_to_its_end(tiny: dict[str, Any], tmp_path: Path, ti
 
 
 @pytest.mark.slow
+def test_the_grid_runs_to_its_end(tiny: dict[str, Any], tmp_path: Path, tiny_draft_folder: str) -> None:
+    grid = {"draft_lengths": [2], "candidate_counts": [1, 2], "thresholds": [0.2], "prompts": [1, 5], "keep": [3]}
+    given = {**tiny, **grid, "draft": tiny_draft_folder, "tasks": [str(tmp_path / "own.jsonl")]}
+    out = run_notebook("04_threshold_grid", given, tmp_path / "grid.ipynb", quiet=True)
+    printed = "".join(outputs(out, "stdout"))
+    assert printed.endswith("04_threshold_grid finished\n")
+    assert "lossless, γ = 2, K = " in printed, "the table of the last round"
+    files = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert files == ["pareto.png", "pareto.svg", "threshold_heat.png", "threshold_heat.svg"]
+    (heat, front) = outputs(out, "text/markdown")
+    assert "of 8, on 1 prompt a task" in heat
+    assert "* **own**: best without loss is lossless, γ = 2, K = " in front
+    assert len(list((tmp_path / "results").glob("*.parquet"))) == 2, "a part for each round"
+
+
+def test_the_grids_defaults_are_those_of_the_search() -> None:
+    defaults = {field.name: field.default for field in fields(Search)}
+    for name, value in values_of("04_threshold_grid").items():
+        if name not in ("results", "figures"):
+            assert (tuple(value) if isinstance(value, list) else value or defaults[name]) == defaults[name], name
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """The default of every parameter of a notebook."""
+    cells = nbformat.read(notebooks()[name], as_version=4).cells
+    source = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", ()))
+    return {line.target.id: ast.literal_eval(line.value) for line in ast.parse(source).body}  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("bundled")
 def test_the_shipped_draft_is_measured(tmp_path: Path) -> None:
     from specdec_lab.models.zoo import DRAFTS
@@ -108,6 +141,8 @@ def test_notebooks_are_thin_titled_and_annotated(name: str) -> None:
 def test_the_command_line_and_the_sweep_agree_on_names() -> None:
     passed = {"main", "drafts", "tasks", "draft_lengths", "prompts", "max_new_tokens", "seed", "threads"}
     assert passed | {"temperature", "results", "figures"} <= set(parameters_of("03_ratio_sweep"))
+    args = cli._parser().parse_args(["grid"])
+    assert set(vars(args)) - {"command", "run", "json"} == set(parameters_of("04_threshold_grid"))
 
 
 # ---- what is refused

@@ -17,10 +17,11 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from specdec_lab import plots, readings, tables
-from specdec_lab.errors import DataError
+from specdec_lab.errors import DataError, SettingError
 from specdec_lab.metrics import Totals
 from specdec_lab.statistics import Interval, summary
 from specdec_lab.trace import Step, Trace
+from specdec_lab.tuning import standings
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -445,6 +446,163 @@ def test_the_metrics_table_reads_values_lists_and_gaps(
     empty = readings.metrics_table(nothing[1][nothing[1].draft == "ngram"].iloc[0]).set_index("metric")
     assert empty.value["acceptance_probability"] == "undefined"
     assert empty["95 % interval"]["throughput"] == "–"
+
+
+# ---- a grid of settings
+
+
+def grid_rows(
+    rules: dict[str, tuple[float, float]], tasks: Sequence[str] = tuple(TASKS), rounds: Sequence[int] = (2, 8),
+    lengths: Sequence[int] = (4, 8, 16), counts: Sequence[int] = (1, 4), thresholds: Sequence[float] = (0.5, 0.9),
+) -> pd.DataFrame:  # fmt: skip
+    """Rows as tuning.Search.run gives them: α and the rise of the NLL of each rule; the last round has γ = 4 alone."""
+    rng, out = np.random.default_rng(0), []
+    plain = run(0.0, 0, 0.0, 48, rng) | {"quality": 1.0, "nll": 1.5, "repetition": 0.1}
+    beside = {f"baseline_{name}": value for name, value in plain.items()} | {"baseline_memory_bytes": 800}
+    sizes = {"main_parameters": 134e6, "main_body_parameters": 106e6}
+    sizes |= {"draft_parameters": 34e6, "draft_body_parameters": 5e6}
+    curve = {"verify_k": [1, 2], "verify_ratio": [1.0, 1.1], "verify_seconds": [0.1, 0.11]}
+    for index, (task, prompts) in enumerate([(task, n) for task in tasks for n in rounds]):
+        about: dict[str, Any] = {"part": f"part {index}", "main": "m", "task": task, "memory_bytes": 1000, "repeat": 0}
+        about |= {"round": rounds.index(prompts) + 1, "quality_better": "higher", "same_as_baseline": None} | sizes
+        for prompt in range(prompts):
+            about |= {"prompt_id": f"{task}-{prompt}", "prompt_sha": "0" * 16, **beside, **curve}
+            out.append({**about, **plain, "draft": "none", "draft_length": 0, "candidate_count": 1})
+            for rule, length, count in [
+                (r, n, k) for r in rules for n in lengths[: 1 if prompts > 2 else 9] for k in counts
+            ]:
+                alpha, rise = rules[rule]
+                for threshold in [None] if rule == "lossless" else thresholds:
+                    mine = {"draft": "1:4", "draft_length": length, "candidate_count": count, "acceptance_rule": rule}
+                    mine |= {"acceptance_threshold": threshold, "quality": 1.0 - (rise > 0.2) * (prompt % 2)}
+                    mine |= {"nll": 1.5 * (1 + rise * rng.uniform(0.8, 1.2)), "repetition": 0.1}
+                    stay = alpha - 0.02 * count - 0.1 * (threshold or 0) + rng.normal(0, 0.02)
+                    out.append({**about, **run(float(np.clip(stay, 0, 1)), length, 0.06, 48, rng), **mine})
+    return pd.DataFrame(out)
+
+
+RULES = {"lossless": (0.7, 0.0), "threshold": (0.95, 0.4), "typical": (0.85, 0.01), "block": (0.4, 0.2)}
+
+
+def grid_arms(rows: pd.DataFrame) -> pd.DataFrame:
+    rest = {"branching": "dynamic", "max_retries": None, "draft_temperature": None, "adaptive_threshold": None}
+    return standings(rows.assign(**rest), resamples=60)
+
+
+@pytest.fixture(scope="module")
+def grid() -> tuple[pd.DataFrame, pd.DataFrame]:
+    rows = grid_rows(RULES)
+    return rows, grid_arms(rows)
+
+
+def test_every_setting_of_the_grid_is_a_field(grid: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    """Thresholds show their fastest candidate count; what reached the last round is framed."""
+    _, arms = grid
+    fig = plots.threshold_heat(arms)
+    shown = [ax for ax in panels(fig) if ax.get_label() != "<colorbar>"]  # the panels of json come first
+    assert len(shown) == len(TASKS) * len(RULES)
+    first = arms[(arms.task == "json") & (arms["round"] == 1) & (arms.draft != "none")]
+    for ax, rule in zip(shown, RULES, strict=False):
+        cells = first[first.acceptance_rule == rule]
+        by = "candidate_count" if rule == "lossless" else "acceptance_threshold"
+        best = cells.groupby([by, "draft_length"]).speculative_speedup.max()
+        written = [text.get_text().split("\n")[0] for text in ax.texts if text.get_text() != "json"]
+        assert sorted(written) == sorted(f"{value:.2f}" for value in best)
+        assert len({text.get_position() for text in ax.texts if text.get_text() != "json"}) == len(best)
+        framed = [patch for patch in ax.patches if not patch.get_fill()]
+        assert len(framed) == 2, "both lines at γ = 4"
+    for check in (outside, overlaps):
+        assert check(fig) == []
+
+
+def test_the_whole_grid_of_the_articles_fits_the_page() -> None:
+    lists = {"lengths": (8, 16, 24, 32), "counts": (1, 8), "thresholds": (0.5, 0.6, 0.7, 0.8, 0.9)}
+    rows = grid_rows(RULES | {"sequence": (0.1, 0.5)}, ["json"], rounds=(1,), **lists)
+    arms = grid_arms(rows[(rows.acceptance_rule != "sequence") | (rows.draft_length == 8)])
+    fig = plots.threshold_heat(arms)
+    for check in (outside, overlaps):
+        assert check(fig) == []
+    assert not [patch for ax in panels(fig) for patch in ax.patches if not patch.get_fill()], "one round: no frames"
+
+
+def test_the_front_shows_both_intervals_and_marks_rules(grid: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    _, arms = grid
+    fig = plots.pareto(arms)
+    last = arms[(arms["round"] == 2) & (arms.draft != "none")]
+    points = {ax.get_title(): [c for c in bars(fig) if c.lines[0].axes is ax] for ax in panels(fig)}
+    for task, containers in points.items():
+        heights_of = np.concatenate([heights(c) for c in containers])
+        assert sorted(heights_of) == pytest.approx(sorted(last[last.task == task].speculative_speedup))
+        looks = {(c.lines[0].get_marker(), c.lines[0].get_color()) for c in containers}
+        assert len(looks) == len({m for m, _ in looks}) == len({c for _, c in looks}) == len(RULES)
+    named = [text.get_text() for text in panels(fig)[0].texts]
+    best = last[last.task == "json"].sort_values("speculative_speedup").iloc[-1]
+    assert tables.brief(best) in named
+    assert outside(fig) == []
+    with pytest.raises(SettingError, match="nll_delta, quality_delta"):
+        plots.pareto(arms, "speed")
+    plots.pareto(arms, "quality_delta").draw_without_rendering()
+
+
+def test_the_step_line_is_the_front(grid: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    _, arms = grid
+    (ax, *_) = panels(plots.pareto(arms))
+    line = next(line for line in ax.lines if line.get_drawstyle() == "steps-post")
+    x, y = (np.asarray(values, float) for values in (line.get_xdata(), line.get_ydata()))
+    assert (np.diff(x) >= 0).all()
+    assert (np.diff(y) > 0).all()
+    last = arms[(arms["round"] == 2) & (arms.task == "json") & (arms.draft != "none")]
+    assert y[0] == last[last.acceptance_rule == "lossless"].speculative_speedup.max() or x[0] > 0
+    assert y[-1] == last.speculative_speedup.max()
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({"typical": (0.95, 0.01)}, ["at equal quality a lossy rule beats it: typical 0.5, γ = 4, K = 1, is 1."]),
+        ({"threshold": (0.95, 0.5)}, ["no lossy rule beats it", "speed is bought with quality by threshold 0.5"]),
+        ({"block": (0.3, 0.0)}, ["no lossy rule beats it at equal quality, as far as intervals tell."]),
+    ],
+)
+def test_lossy_rules_are_judged_by_intervals(rules: dict[str, tuple[float, float]], says: list[str]) -> None:
+    rows = grid_rows({"lossless": (0.6, 0.0), **rules}, ["code"])
+    said = readings.optimum(rows, grid_arms(rows))
+    assert "* **code**: best without loss is lossless, γ = 4, K = 1, 1." in said
+    for words in says:
+        assert words in said
+
+
+def test_nothing_is_claimed_on_too_few_prompts() -> None:
+    """Without intervals a rule that is twice as fast is not said to be faster."""
+    rows = grid_rows({"lossless": (0.3, 0.0), "typical": (0.99, 0.0)}, ["code"], rounds=(2,))
+    arms = grid_arms(rows)
+    said = readings.optimum(rows, arms)
+    assert "no lossy rule beats it at equal quality, as far as intervals tell." in said
+    assert "nan" not in said.lower() + readings.threshold_heat(arms).lower()
+    for fig in (plots.pareto(arms), plots.threshold_heat(arms)):
+        assert outside(fig) == []
+
+
+def test_the_grid_table_has_a_line_per_setting_of_the_last_round(grid: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    table = readings.grid_table(grid[1])
+    assert len(table) == len(TASKS) * (2 + 3 * 4)
+    assert list(table.task.drop_duplicates()) == list(TASKS)
+    lossless = table[table.setting.str.startswith("lossless")]
+    assert set(lossless["NLL"]) == {"+0% (+0% … +0%)"}
+    assert set(table.prompts) == {8}
+    best = readings.threshold_heat(grid[1])
+    assert f"of {2 * 3 + 3 * 12}, on 2 prompts a task" in best
+
+
+def test_a_grid_of_two_drafts_is_refused(grid: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    _, arms = grid
+    other = arms.assign(draft=arms.draft.replace("1:4", "1:2"))
+    with pytest.raises(DataError, match="one draft, these results have"):
+        plots.threshold_heat(pd.concat([arms, other]))
+    with pytest.raises(DataError, match="several times"):
+        plots.pareto(pd.concat([arms, arms]))
+    with pytest.raises(DataError, match="no column round"):
+        plots.pareto(arms.drop(columns="round"))
 
 
 # ---- distillation
