@@ -204,8 +204,13 @@ def throughput(arms: pd.DataFrame) -> Figure:
     return fig
 
 
-def _label_points(fig: Figure, ax: Axes, points_at: pd.DataFrame, labels: Iterable[str]) -> None:
-    """Write labels beside their points (x, y), each where it covers no point and no other label."""
+def _label_points(
+    fig: Figure, ax: Axes, points_at: pd.DataFrame, labels: Iterable[str], around: "Around | None" = None
+) -> None:
+    """Write labels beside their points (x, y), each where it covers no point and no other label; "" is none.
+
+    around: where a label may be, the best places first; default _around.
+    """
     fig.draw_without_rendering()  # fixes the layout, so that places on the page are known
     places, texts = points_at.to_numpy(float), np.array(list(labels), dtype=object)
     known = np.isfinite(places).all(1)
@@ -215,17 +220,19 @@ def _label_points(fig: Figure, ax: Axes, points_at: pd.DataFrame, labels: Iterab
     frame = ax.get_window_extent()
     halo = [withStroke(linewidth=2, foreground="white")]
     for point, place, label in zip(points, places[known], texts[known], strict=True):
+        if not label:
+            continue
         size = (5.2 * len(label) + 1) * unit, 8 * unit
-        boxes = _around(point, size, unit)
+        boxes = (around or _around)(point, size, unit)
         inside = (b for b in boxes if frame.contains(b.x0, b.y0) and frame.contains(b.x1, b.y1))
         free = (b for b in inside if not any(map(b.overlaps, taken)))
         box = next(free, boxes[0])
         taken.append(box)
         middle = np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2
-        look: dict[str, Any] = {"fontsize": 8, "ha": "center", "va": "center", "path_effects": halo}
-        ax.annotate(label, place, tuple((middle - point) / unit), textcoords="offset points", **look).set_in_layout(
-            False
-        )
+        look: dict[str, Any] = {"fontsize": 8, "ha": "center", "va": "center", "path_effects": halo, "zorder": 6}
+        look |= {"arrowprops": {"arrowstyle": "-", "color": "0.4", "linewidth": 0.6, "shrinkA": 0}} if around else {}
+        where = tuple((middle - point) / unit)
+        ax.annotate(label, place, where, textcoords="offset points", **look).set_in_layout(False)
 
 
 def _around(point: np.ndarray, size: tuple[float, float], unit: float) -> list[Bbox]:
@@ -237,6 +244,20 @@ def _around(point: np.ndarray, size: tuple[float, float], unit: float) -> list[B
             left = x - size[0] / 2 * (1 - np.cos(angle))
             boxes.append(Bbox.from_bounds(left, y - size[1] / 2, *size))
     return boxes
+
+
+def _corners(point: np.ndarray, size: tuple[float, float], unit: float) -> list[Bbox]:
+    """The same, but clear of error bars both ways; labels get a line to their point."""
+    boxes = []
+    for distance in (3, 8, 14):  # points
+        for right, above in ((True, True), (True, False), (False, True), (False, False)):
+            left = point[0] + distance * unit if right else point[0] - distance * unit - size[0]
+            bottom = point[1] + distance * unit if above else point[1] - distance * unit - size[1]
+            boxes.append(Bbox.from_bounds(left, bottom, *size))
+    return boxes
+
+
+Around = Callable[[np.ndarray, tuple[float, float], float], list[Bbox]]
 
 
 @style()
@@ -443,7 +464,7 @@ def pareto(arms: pd.DataFrame, loss: str = "nll_delta") -> Figure:
         for rule, own in final.groupby("acceptance_rule"):
             marker, colour = RULES[str(rule)]
             bars = {"xerr": _errors(own, loss), "yerr": _errors(own, "speculative_speedup")}
-            look = {"marker": marker, "color": colour, "markeredgecolor": "white", "zorder": 4}
+            look = {"marker": marker, "color": colour, "ecolor": (colour, 0.6), "markeredgecolor": "white", "zorder": 4}
             ax.errorbar(own[loss], own.speculative_speedup, **bars, **{**BAR, "markersize": 6.5}, **look)
         best = final[tables.front(final, loss)].sort_values(loss)
         ax.step(best[loss].clip(lower=0), best.speculative_speedup, where="post", color="0.5", linewidth=1.0, zorder=1)
@@ -463,8 +484,9 @@ def pareto(arms: pd.DataFrame, loss: str = "nll_delta") -> Figure:
     )
     for task, ax in axes.items():
         final = table[(table.task == task) & table.kept]
-        final = final[tables.front(final, loss)]
-        _label_points(fig, ax, final[[loss, "speculative_speedup"]], map(tables.brief, final.itertuples()))
+        on = tables.front(final, loss)
+        texts = [tables.brief(row) if named else "" for row, named in zip(final.itertuples(), on, strict=True)]
+        _label_points(fig, ax, final[[loss, "speculative_speedup"]], texts, _corners)
     return fig
 
 

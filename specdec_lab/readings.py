@@ -261,13 +261,13 @@ def _optimum(rows: pd.DataFrame, line: pd.DataFrame) -> str:
         got = compare(tables.rows_of(rows, row), tables.rows_of(rows, best), "speculative_speedup")
         if got.verdict == "higher":
             over = f"{got.ratio:.2f} ({number(got.low)} … {number(got.high)}) times as fast"
-            judged[_quality(row)].append(f"{tables.cell(row)}, is {over}, NLL {_rise(row)}")
+            judged[_quality(row)].append(f"{tables.cell(row)} is {over}, NLL {_rise(row)}")
     if judged["equal"]:
         said.append(f"at equal quality a lossy rule beats it: {judged['equal'][0]}")
     else:
         said.append("no lossy rule beats it at equal quality, as far as intervals tell")
     if judged["worse"]:
-        said.append(f"speed is bought with quality by {judged['worse'][0]}")
+        said.append(f"speed for quality: {judged['worse'][0]}")
     if judged["undecided"]:
         said.append(f"faster, with its quality undecided: {judged['undecided'][0]}")
     return "; ".join(said) + "."

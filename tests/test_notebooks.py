@@ -105,7 +105,7 @@ def values_of(name: str) -> dict[str, Any]:
     """The default of every parameter of a notebook."""
     cells = nbformat.read(notebooks()[name], as_version=4).cells
     source = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", ()))
-    return {line.target.id: ast.literal_eval(line.value) for line in ast.parse(source).body}  # type: ignore[attr-defined]
+    return {line.target.id: ast.literal_eval(line.value) for line in ast.parse(source).body}
 
 
 @pytest.mark.slow

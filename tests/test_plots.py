@@ -516,7 +516,7 @@ def test_every_setting_of_the_grid_is_a_field(grid: tuple[pd.DataFrame, pd.DataF
 
 
 def test_the_whole_grid_of_the_articles_fits_the_page() -> None:
-    lists = {"lengths": (8, 16, 24, 32), "counts": (1, 8), "thresholds": (0.5, 0.6, 0.7, 0.8, 0.9)}
+    lists: dict[str, Any] = {"lengths": (8, 16, 24, 32), "counts": (1, 8), "thresholds": (0.5, 0.6, 0.7, 0.8, 0.9)}
     rows = grid_rows(RULES | {"sequence": (0.1, 0.5)}, ["json"], rounds=(1,), **lists)
     arms = grid_arms(rows[(rows.acceptance_rule != "sequence") | (rows.draft_length == 8)])
     fig = plots.threshold_heat(arms)
@@ -559,8 +559,8 @@ def test_the_step_line_is_the_front(grid: tuple[pd.DataFrame, pd.DataFrame]) -> 
 @pytest.mark.parametrize(
     ("rules", "says"),
     [
-        ({"typical": (0.95, 0.01)}, ["at equal quality a lossy rule beats it: typical 0.5, γ = 4, K = 1, is 1."]),
-        ({"threshold": (0.95, 0.5)}, ["no lossy rule beats it", "speed is bought with quality by threshold 0.5"]),
+        ({"typical": (0.95, 0.01)}, ["at equal quality a lossy rule beats it: typical 0.5, γ = 4, K = 1 is 1."]),
+        ({"threshold": (0.95, 0.5)}, ["no lossy rule beats it", "speed for quality: threshold 0.5"]),
         ({"block": (0.3, 0.0)}, ["no lossy rule beats it at equal quality, as far as intervals tell."]),
     ],
 )

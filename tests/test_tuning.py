@@ -172,15 +172,15 @@ def test_a_bad_number_of_survivors_is_refused(keep: Any) -> None:
 
 @pytest.fixture(scope="module")
 def search(tiny_folder: str, tiny_draft_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Search:
-    """Two tasks, 10 cells each, two rounds on tiny models."""
+    """Two tasks, 12 cells each, two rounds on tiny models."""
     folder = tmp_path_factory.mktemp("prompts")
     for name in ("one", "two"):
         lines = [json.dumps({"prompt": f"Say {n} things about {name} {n * 7}."}) for n in range(9)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     tasks = tuple(str(folder / f"{name}.jsonl") for name in ("one", "two"))
-    grid: dict[str, Any] = {"draft_lengths": (2, 3), "candidate_counts": (1, 2), "thresholds": (0.1,)}
-    rules, rounds = ("lossless", "typical", "block"), {"prompts": (1, 3), "keep": (4,)}
-    return Search(tiny_folder, tiny_draft_folder, tasks, **grid, rules=rules, **rounds, max_new_tokens=6, threads=1)
+    how: dict[str, Any] = {"draft_lengths": (2, 3), "candidate_counts": (1, 2), "thresholds": (0.1,)}
+    how |= {"rules": ("lossless", "typical", "block"), "prompts": (1, 3), "keep": (4,), "max_new_tokens": 6}
+    return Search(tiny_folder, tiny_draft_folder, tasks, **how, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,8 @@ def test_a_finished_search_runs_nothing(search: Search, folder: Path, monkeypatc
 def test_a_search_that_stopped_goes_on(
     search: Search, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
 ) -> None:
-    real, ran = experiment.run_block, []
+    real = experiment.run_block
+    ran: list[Any] = []
 
     def run_block(*args: Any) -> Path:
         if len(ran) == survived:
@@ -245,7 +246,7 @@ def test_a_search_that_stopped_goes_on(
 def test_full_measures_every_cell_once(search: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"draft_lengths": (2,), "candidate_counts": (2,), "thresholds": (0.5,)}
     monkeypatch.setattr(tuning, "ARTICLES", small)
-    usual = {"draft_lengths": (4, 8, 16), "candidate_counts": (1, 4), "thresholds": (0.3, 0.7)}
+    usual: dict[str, Any] = {"draft_lengths": (4, 8, 16), "candidate_counts": (1, 4), "thresholds": (0.3, 0.7)}
     rows = replace(search, full=True, **usual).run(tmp_path, progress=False)
     assert set(rows["round"]) == {1}
     assert len(rows) == 2 * 3 * (1 + 2 + 1 + 1)
