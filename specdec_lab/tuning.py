@@ -79,7 +79,12 @@ class Search:
         require("prompts", self.prompts, ok, "integers >= 1, more from round to round")
         ok = all(whole(n) and n >= 1 for n in self.keep) and list(self.keep) == sorted(self.keep, reverse=True)
         fits = ok and len(self.keep) == len(self.prompts) - 1
-        require("keep", self.keep, fits, f"{len(self.prompts) - 1} integers >= 1, fewer from round to round")
+        require(
+            "keep",
+            self.keep,
+            fits,
+            f"a list of {len(self.prompts) - 1} integers >= 1, one fewer than prompts, ever smaller",
+        )
 
     @property
     def rounds(self) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ def test_the_grid_runs_to_its_end(tiny: dict[str, Any], tmp_path: Path, tiny_dra
     assert files == ["pareto.png", "pareto.svg", "threshold_heat.png", "threshold_heat.svg"]
     (heat, front) = outputs(out, "text/markdown")
     assert "of 8, on 1 prompt a task" in heat
-    assert "* **own**: best without loss is lossless, γ = 2, K = " in front
+    assert "* **own.jsonl**: best without loss is lossless, γ = 2, K = " in front
     assert len(list((tmp_path / "results").glob("*.parquet"))) == 2, "a part for each round"
 
 

@@ -61,9 +61,9 @@ def test_a_block_is_about_as_long_as_a_killed_search_may_lose() -> None:
     ("given", "says"),
     [
         ({"prompts": (6, 2), "keep": (4,)}, "more from round to round"),
-        ({"prompts": (2, 6), "keep": ()}, "keep = .*1 integers"),
+        ({"prompts": (2, 6), "keep": ()}, "keep = .*list of 1 integers"),
         ({"prompts": (2, 6), "keep": (0,)}, "keep"),
-        ({"prompts": (2, 4, 6), "keep": (3, 5)}, "fewer from round to round"),
+        ({"prompts": (2, 4, 6), "keep": (3, 5)}, "ever smaller"),
         ({"prompts": (0,), "keep": ()}, "prompts"),
         ({"prompts": 4}, "prompts = 4"),
         ({"draft_lengths": ()}, "draft_lengths"),
