@@ -16,6 +16,8 @@ from specdec_lab.statistics import Interval, compare
 from specdec_lab.tables import PARTS, arms_of, drafts_of, short, tasks_of, title
 from specdec_lab.trace import Trace
 
+TOLERANCE = 0.05  # loss of NLL or task score that still counts as equal quality
+
 
 def number(value: float, digits: int = 2) -> str:
     """A value in words; "undefined" for NaN."""
@@ -245,9 +247,6 @@ def optimum(rows: pd.DataFrame, arms: pd.DataFrame) -> str:
     lines = [f"* {_task(task)}: {_optimum(rows, table[(table.task == task) & table.kept])}" for task in tasks_of(table)]
     head = f"Equal quality: NLL and task score are at most {TOLERANCE:.0%} worse, by the ends of their intervals."
     return "\n".join([head, "", *lines])
-
-
-TOLERANCE = 0.05
 
 
 def _optimum(rows: pd.DataFrame, line: pd.DataFrame) -> str:

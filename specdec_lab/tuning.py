@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from specdec_lab.acceptance import Acceptance
-from specdec_lab.errors import SettingError, require, whole
+from specdec_lab.errors import DataError, require, whole
 from specdec_lab.experiment import Arm, Block, summary, sweep
 from specdec_lab.statistics import RESAMPLES, fronts
 
@@ -139,10 +139,10 @@ def grid_arms(
     arms = []
     for rule in rules:
         retries = Acceptance(rule).retries
-        usual = Acceptance(rule).threshold is not None
-        counts = candidate_counts if usual or 1 in candidate_counts else (1, *candidate_counts)
+        lossy = Acceptance(rule).threshold is not None
+        counts = candidate_counts if lossy or 1 in candidate_counts else (1, *candidate_counts)
         lengths = draft_lengths[:1] if rule == "sequence" else draft_lengths
-        for length, count, threshold in product(lengths, counts, thresholds if usual else (None,)):
+        for length, count, threshold in product(lengths, counts, thresholds if lossy else (None,)):
             how: dict[str, Any] = {"acceptance_rule": rule, "acceptance_threshold": threshold}
             how |= {"branching": "chains"} if retries and count != 1 else {}
             how |= {"max_retries": max_retries} if retries else {}
@@ -185,9 +185,12 @@ def arm_of(row: Mapping[str, Any] | pd.Series) -> Arm:
 
 
 def standings(rows: pd.DataFrame, resamples: int = RESAMPLES) -> pd.DataFrame:
-    """experiment.summary of a search's rows, with `round`, and `reached`, the last round of the arm on that task."""
+    """experiment.summary of a search's rows, with `round`, and `reached`, the last round of the arm on that task.
+
+    Raises DataError for rows without rounds.
+    """
     if "round" not in rows:
-        raise SettingError("rows", ", ".join(rows.columns[:4]), "those of Search.run, which have a column round")
+        raise DataError("the rows have no column round; those of Search.run have")
     arms = summary(rows, resamples)
     arms["round"] = arms.part.map(rows.drop_duplicates("part").set_index("part")["round"])
     same = ["task", *(field.name for field in fields(Arm))]

@@ -260,7 +260,7 @@ def test_standings_know_how_far_each_arm_came(search: Search, folder: Path) -> N
     assert (drafting[drafting["round"] == 2].reached == 2).all()
     assert (drafting[drafting["round"] == 1].reached == 2).sum() == 2 * 4
     assert {"nll_delta_low", "quality_delta_high", "fallback_ratio", "quality_prompts"} <= set(arms)
-    with pytest.raises(SettingError, match="round"):
+    with pytest.raises(DataError, match="round"):
         standings(rows.drop(columns="round"))
 
 
