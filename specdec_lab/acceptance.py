@@ -139,12 +139,17 @@ def whole_block(
     """Keep a whole candidate, the best of the tree, if its score exceeds the threshold; else nothing.
 
     A candidate is the path to a leaf, its score the geometric mean of the main model's probabilities of its tokens.
+    What was drawn twice goes on under the first of the two: the copy is no leaf.
     """
-    own = _own(tokens, parents, p).clamp(min=torch.finfo(p.dtype).tiny).log()  # [rows, n]
+    own = _own(tokens, parents, p)  # [rows, n]
     ancestors, depth = _ancestors(parents)
-    total = (ancestors.to(p.dtype) @ own[..., None])[..., 0]
-    leaf = (parents >= -1) & ~((parents[:, None, :] == _index(parents)[None, :, None]).any(-1))
-    score = torch.where(leaf, (total / depth.clamp(min=1)).exp(), -1.0)  # [rows, n]
+    total = (ancestors.to(p.dtype) @ own.clamp(min=torch.finfo(p.dtype).tiny).log()[..., None])[..., 0]
+    impossible = (ancestors & (own <= 0)[:, None]).any(-1)
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    goes_on = (parents[:, None, :] == index[None, :, None]).any(-1)
+    twins = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
+    leaf = (parents >= -1) & ~goes_on & ~twins.tril(-1).any(-1)
+    score = torch.where(leaf, (total / depth.clamp(min=1)).exp().masked_fill(impossible, 0.0), -1.0)  # [rows, n]
     best, where = F.pad(score, (0, 1), value=-1.0).max(-1)
     last = torch.where(best > threshold, where, -1)
     candidate = _path(ancestors, torch.where(best >= 0, where, -1))
@@ -152,8 +157,9 @@ def whole_block(
 
 
 def _walk(tokens: Tensor, parents: Tensor, p: Tensor, u: Tensor | None, floor: Tensor) -> Verdict:
-    """Keep the longest path of tokens whose p is no lower than `floor` [rows, n + 1] at their place."""
-    fits = _own(tokens, parents, p) >= floor.gather(1, (parents + 1).clamp(min=0))
+    """Keep the longest path of possible tokens whose p is no lower than `floor` [rows, n + 1] at their place."""
+    own = _own(tokens, parents, p)
+    fits = (own > 0) & (own >= floor.gather(1, (parents + 1).clamp(min=0)))
     ancestors, depth = _ancestors(parents)
     stands = (parents >= -1) & ~(ancestors & ~fits[:, None]).any(-1)  # it and all its ancestors fit
     reach = torch.where(stands, depth, 0)
@@ -178,10 +184,6 @@ def _own(tokens: Tensor, parents: Tensor, p: Tensor) -> Tensor:
     return p[rows, (parents + 1).clamp(min=0), tokens]
 
 
-def _index(parents: Tensor) -> Tensor:
-    return torch.arange(parents.shape[1], device=parents.device)
-
-
 def _ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
     """Which nodes lead to each node, itself included: bool [rows, n, n]; and its depth [rows, n], 1 below the root."""
     rows, n = parents.shape
@@ -197,6 +199,13 @@ def _path(ancestors: Tensor, last: Tensor) -> Tensor:
     """The nodes on the way to `last` [rows], none for -1: bool [rows, n]."""
     row = torch.arange(len(last), device=last.device)
     return F.pad(ancestors, (0, 0, 0, 1))[row, last]  # −1 is the row that was added
+
+
+def _warmth(value: object) -> bool:
+    try:
+        return Sampling(temperature=value) is not None  # type: ignore[arg-type]
+    except SettingError:
+        return False
 
 
 # ---- rules by name
@@ -250,22 +259,24 @@ class Acceptance:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             raise UnknownNameError("acceptance rule", self.rule, RULES)
-        what, usual = RULES[self.rule], DRAFT_TEMPERATURE if RULES[self.rule].retries is not None else None
-        for name, default in (
-            ("threshold", what.threshold),
-            ("max_retries", what.retries),
-            ("draft_temperature", usual),
-        ):
+        what = RULES[self.rule]
+        usual = {"threshold": what.threshold, "max_retries": what.retries, "draft_temperature": None}
+        if what.retries is not None:
+            usual["draft_temperature"] = DRAFT_TEMPERATURE
+            if self.draft_temperature == 0:
+                usual["max_retries"] = 0  # a draft would come again
+        for name, default in usual.items():
             value = getattr(self, name)
             if default is None and value is not None:
-                raise SettingError(name, value, f"none with the rule {self.rule}; it has no such setting")
+                called = "acceptance_threshold" if name == "threshold" else name
+                raise SettingError(called, value, f"none with the rule {self.rule}; it has no such setting")
             object.__setattr__(self, name, default if value is None else value)
         if self.threshold is not None:
             require("acceptance_threshold", self.threshold, share(self.threshold), "0 … 1")
         retries, temperature = self.max_retries, self.draft_temperature
         if retries is not None and temperature is not None:
             require("max_retries", retries, whole(retries) and 0 <= retries <= 16, "0 … 16")
-            Sampling(temperature=temperature)  # validates it
+            require("draft_temperature", temperature, _warmth(temperature), "a number >= 0")
             again = temperature > 0 or retries == 0
             require("max_retries", retries, again, "0 at draft_temperature 0, where a draft would come again")
 

@@ -4,8 +4,8 @@
 systems do not have is said here, once: the command line of the articles (inference.py) reads its flags the same way.
 
 * A candidate is a sequence of its own, `draft_length` tokens long, drawn at random: branching `chains`.
-* A threshold, retries or a temperature of drafts exist only with the rule `block`, so that they stand for it where no
-  rule is named; without any of them decoding is lossless.
+* Retries, a temperature of drafts and the articles' threshold belong to the rule `block`, so that they stand for it
+  where no rule is named; without any of them decoding is lossless.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,6 @@ from typing import Any, Self
 from specdec_lab.acceptance import Acceptance
 from specdec_lab.control import MAX_CANDIDATES, History
 from specdec_lab.decoding import Decoder, Generation
-from specdec_lab.drafting.tree import BRANCHINGS
 from specdec_lab.errors import UnknownNameError, require, whole
 from specdec_lab.experiment import Arm
 
@@ -30,11 +29,6 @@ def rule_of(rule: str | None, *settings_of_block: Any) -> str:
     if rule is not None:
         return rule
     return "lossless" if all(setting is None for setting in settings_of_block) else "block"
-
-
-def branching_of(candidates: int, adaptive_threshold: float | None) -> str | None:
-    """How candidates part where nothing is said of it; None where there never is more than one."""
-    return None if candidates == 1 and adaptive_threshold is None else BRANCHING
 
 
 class _Loads:
@@ -90,7 +84,7 @@ class DecodingParams(_Loads):
             self.draft_model_path,
             draft_length,
             self.initial_candidates,
-            branching_of(self.initial_candidates, self.adaptive_threshold) or BRANCHINGS[0],
+            BRANCHING,
             acceptance_rule=rule_of(None, self.max_retries),
             max_retries=self.max_retries,
             adaptive_threshold=self.adaptive_threshold,
@@ -131,6 +125,8 @@ class BatchConfig(_Loads):
         settings: as in Decoder.stream. Raises SettingError.
         """
         made: list[Generation] = []
+        constraint = settings.pop("constraint", None)  # one for all, or a list of one for each
         for group in self.batches(prompts):
-            made += decoder.generate_batch(group, seed=seed + len(made), **settings)
+            part = constraint[len(made) : len(made) + len(group)] if isinstance(constraint, Sequence) else constraint
+            made += decoder.generate_batch(group, seed=seed + len(made), constraint=part, **settings)
         return made

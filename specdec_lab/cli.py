@@ -211,7 +211,7 @@ def _decoding_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--draft_length", type=int, help="tokens drafted a step; 0 is plain decoding; default 4")
     sub.add_argument("--profile", help="draft and draft_length by task, from profiles.toml: fastest")
     sub.add_argument("--candidate_count", type=int, default=1, help="candidates a step, 1 … 8, merged into one tree")
-    sub.add_argument("--branching", help="how candidates part: dynamic (default), top_k, chains or distinct")
+    sub.add_argument("--branching", help="how candidates part: dynamic, top_k, distinct, chains (default of block)")
     sub.add_argument(
         "--acceptance_rule", default="lossless", help="lossless, threshold, typical, lenience, block or sequence"
     )
@@ -334,8 +334,8 @@ def _drafting(args: argparse.Namespace, task: str | None) -> Any:
     return load_profile(args.profile).for_task(task)
 
 
-def _arm(args: argparse.Namespace) -> Any:
-    """The experiment.Arm of the options, but for its draft; raises SettingError."""
+def _arm(args: argparse.Namespace, drafting: Any) -> Any:
+    """The experiment.Arm of the options with a profiles.Drafting; raises SettingError."""
     from specdec_lab.experiment import Arm
 
     named = ("candidate_count", "acceptance_rule", "acceptance_threshold", "max_retries", "draft_temperature")
@@ -344,7 +344,9 @@ def _arm(args: argparse.Namespace) -> Any:
         alone = args.candidate_count == 1 and args.adaptive_threshold is None
         require("branching", args.branching, not alone, "none without --candidate_count or --adaptive_threshold")
         given["branching"] = args.branching
-    arm = Arm(**given)
+    plain = drafting.draft == "none"
+    draft, length = ("ngram", 0) if plain else (drafting.draft, drafting.draft_length)
+    arm = Arm(draft, length, **given)
     arm.acceptance.require_temperature(args.temperature)
     return arm
 
@@ -359,17 +361,16 @@ def _decoders(args: argparse.Namespace, drafting: Sequence[Any]) -> tuple[Any, l
     from specdec_lab.sampling import Sampling
 
     Sampling(**{name: getattr(args, name) for name in SAMPLING})
-    arm = _arm(args)
+    arms = [_arm(args, each) for each in drafting]
     require("max_new_tokens", args.max_new_tokens, args.max_new_tokens >= 1, "an integer >= 1")
     main_model = load_main(args.main, args.device, args.dtype)
     drafters: dict[str, Any] = {}
     decoders = []
-    for each in drafting:
+    for each, arm in zip(drafting, arms, strict=True):
         options = {**each.options, **arm.options}
         key = json.dumps([each.draft, options], sort_keys=True)
         drafters[key] = drafters.get(key) or load_drafter(each.draft, main_model, **options)
-        how = replace(arm, draft="1:4" if each.draft == "none" else each.draft, draft_length=each.draft_length)
-        decoders.append(how.decoder(main_model, drafters[key]))
+        decoders.append(arm.decoder(main_model, drafters[key]))
     plain = Decoder(main_model.model, tokenizer=main_model.tokenizer, eos=main_model.eos)
     return main_model, decoders, plain
 
@@ -500,7 +501,7 @@ def _evaluate(args: argparse.Namespace) -> Any:
     for name, metrics in {**loop_free["by_task"], "all": loop_free["metrics"]}.items():
         _say(args, f"{name:8} {_line(metrics, lossy)}")
     options = ("main", "profile", "prompts", "limit", *settings, "device", "dtype", "threads")
-    about = {**asdict(_arm(args)), **{name: getattr(args, name) for name in options}}
+    about = {**asdict(_arm(args, next(iter(drafting.values())))), **{name: getattr(args, name) for name in options}}
     used = {  # plain decoding has no length
         task: {**asdict(each), "draft_length": decoders[way_of[task]].draft_length} for task, each in drafting.items()
     }
@@ -661,8 +662,7 @@ def _elsewhere(args: argparse.Namespace) -> Any:
     if args.task is not None and args.profile is None:
         raise SettingError("task", args.task, "none without --profile")
     how = _drafting(args, args.task)
-    plain = how.draft == "none"
-    arm = replace(_arm(args), draft="ngram" if plain else how.draft, draft_length=0 if plain else how.draft_length)
+    arm = _arm(args, how)
     sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
     _, dtype = placement(args.device, args.dtype)
     setting = Setting(args.main, arm, sampling, args.max_new_tokens, args.seed, dtype, how.options)

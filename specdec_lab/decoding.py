@@ -71,8 +71,12 @@ class Strategy:
     controller: Controller | None = None
 
     def next(self, row: Active) -> Plan:
-        """The plan of a row's next step."""
-        return self.controller.plan(self.plan, row.trace.steps) if self.controller else self.plan
+        """The plan of a row's next step, within what there is room for."""
+        if self.controller is None:
+            return self.plan
+        plan = self.controller.plan(self.plan, row.trace.steps)
+        length, candidates = min(plan.draft_length, self.plan.draft_length), min(plan.candidates, self.controller.most)
+        return replace(plan, draft_length=length, candidates=candidates)
 
 
 def decode(
@@ -194,15 +198,17 @@ def _judge(
 def _refused(rows: Sequence[Active], tree: Tree, verdict: Verdict, accept: Acceptance) -> list[bool]:
     """Which rows draft again; the other rows' retries are settled, and those that used them up go on alone.
 
-    A draft that was not drawn at random would come again, so it is not asked for.
+    A draft of which no token was left to chance would come again, so it is not asked for.
     """
     if not accept.retries:
         return [False] * len(rows)
     again, most = [], accept.max_retries or 0
-    drafted = (tree.parents >= -1).any(1) if tree.size else verdict.last > 0
-    for row, had, last in zip(rows, drafted.tolist(), verdict.last.tolist(), strict=True):
+    there = tree.parents >= -1  # [rows, n]
+    chance = torch.zeros_like(there) if tree.q is None else tree.q.gather(2, tree.tokens[..., None])[..., 0] < 1
+    drafted, drawn = there.any(1).tolist(), (there & chance).any(1).tolist()
+    for row, had, by_chance, last in zip(rows, drafted, drawn, verdict.last.tolist(), strict=True):
         failed = had and last < 0
-        again.append(failed and tree.q is not None and row.refused < most)
+        again.append(failed and by_chance and row.refused < most)
         row.refused = row.refused + 1 if again[-1] else 0
         row.alone = row.alone or (failed and not again[-1] and accept.rule == "sequence")
     return again
@@ -297,7 +303,11 @@ class Decoder:
             allowed = f"1 for the draft {self.drafter.name}, which does not branch"
         most = MAX_CANDIDATES if self.drafter.branches or plain else 1
         require("candidate_count", candidate_count, whole(candidate_count) and 1 <= candidate_count <= most, allowed)
-        self._most = min(controller.most, most) if controller else candidate_count  # candidates of any step
+        require("controller", controller, controller is None or most > 1, f"none: {allowed} candidate")
+        if self.acceptance.rule == "sequence" and (candidate_count > 1 or controller):
+            own = self.drafter.nodes(2, 2) > 2
+            require("branching", "dynamic", own, "chains, distinct or top_k with the rule sequence")
+        self._most = controller.most if controller else candidate_count  # candidates of any step
         self._require_room(draft_length)
         self.eos = tuple(eos) if eos is not None else _eos_of(tokenizer)
 
@@ -453,14 +463,15 @@ class Decoder:
         if draft_length and self.acceptance.rule == "sequence":
             draft_length = max(row.limit for row in rows)
             self._require_room(draft_length)
-        nodes = max(self.drafter.nodes(draft_length, self._most), draft_length * self._most)
-        longest = max(len(row.tokens) + row.limit for row in rows) + nodes + 1
+        longest = max(len(row.tokens) + row.limit for row in rows) + 1
+        read = longest + draft_length * self._most  # what a draft reads of a tree may be more than what it proposes
+        longest += self.drafter.nodes(draft_length, self._most)
         on_gpu, held = self.main.device.type == "cuda", 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.main.device)
             held = torch.cuda.memory_allocated(self.main.device)
         cache = self.main.new_cache(len(rows), longest)
-        prefill(self.main, self.drafter, rows, cache, longest, self.prefill_chunk)
+        prefill(self.main, self.drafter, rows, cache, read, self.prefill_chunk)
         plan = Plan(draft_length, self.candidate_count, self.acceptance.threshold)
         strategy = Strategy(plan, self.acceptance, self.controller)
         for row, step in decode(self.main, self.drafter, rows, cache, strategy, self._cut):

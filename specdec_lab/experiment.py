@@ -28,9 +28,9 @@ import torch
 from specdec_lab.acceptance import Acceptance
 from specdec_lab.constrain import Grammar
 from specdec_lab.control import MAX_CANDIDATES, History
-from specdec_lab.decoding import MAX_DRAFT, Decoder, Generation
+from specdec_lab.decoding import MAX_DRAFT, MAX_NODES, Decoder, Generation
 from specdec_lab.drafting import Drafter
-from specdec_lab.drafting.tree import BRANCHINGS, known_branching
+from specdec_lab.drafting.tree import BRANCHINGS, DRAWN, known_branching
 from specdec_lab.errors import DataError, SettingError, SpecdecError, require
 from specdec_lab.metrics import Totals, first_difference, position_counts, repeated_ngrams, totals
 from specdec_lab.models.feed import CHUNK, feed
@@ -61,6 +61,8 @@ __all__ = [
 
 SCHEMA = 2  # version of the rows and of how they are measured; part of every key
 WARM_UP = 16  # tokens
+DRAWS_NOTHING = ("ngram", "grammar")  # drafts that come again where they are refused
+FLAT = (*DRAWS_NOTHING, "parallel")  # drafts that cannot branch
 POLL = 0.5  # seconds between looks at blocks that other workers hold
 
 
@@ -73,15 +75,16 @@ def _whole(field: str, value: Any, low: int, high: int | None = None) -> None:
 class Arm:
     """One way to decode. draft: a name that zoo.load_drafter takes; draft_length 0 is plain decoding again.
 
-    candidate_count and branching: see drafting.tree; acceptance_rule … draft_temperature: see acceptance.Acceptance,
-    None being the rule's default; adaptive_threshold: of control.History, None for candidates that stay as they are.
+    candidate_count and branching: see drafting.tree; None is chains for rules that keep or refuse a draft as a whole,
+    else dynamic. acceptance_rule … draft_temperature: see acceptance.Acceptance, None being the rule's default;
+    adaptive_threshold: of control.History, None for candidates that stay as they are.
     Raises SettingError, and UnknownNameError for a rule or branching that does not exist.
     """
 
     draft: str = "1:4"
     draft_length: int = 4
     candidate_count: int = 1
-    branching: str = BRANCHINGS[0]
+    branching: str | None = None
     acceptance_rule: str = "lossless"
     acceptance_threshold: float | None = None
     max_retries: int | None = None
@@ -93,12 +96,33 @@ class Arm:
         require("draft", self.draft, ok, "a draft's name other than none, which is the baseline of every block")
         _whole("draft_length", self.draft_length, 0, MAX_DRAFT)
         _whole("candidate_count", self.candidate_count, 1, MAX_CANDIDATES)
-        known_branching(self.branching)
-        rule, _ = self.acceptance, self.controller  # these validate
-        for name in ("threshold", "max_retries", "draft_temperature"):  # defaults and what they stand for have one key
-            field = "acceptance_threshold" if name == "threshold" else name
-            value = getattr(rule, name)
-            object.__setattr__(self, field, value if value is None or name == "max_retries" else float(value))
+        rule = self.acceptance  # these validate
+        several = self.candidate_count > 1 or self.controller is not None
+        branching = known_branching(self.branching or (DRAWN[0] if rule.retries else BRANCHINGS[0]))
+        flat = self.draft.removeprefix("ngram+") in FLAT
+        require(
+            "candidate_count", self.candidate_count, not (flat and several), f"1 for {self.draft}: it cannot branch"
+        )
+        retries = rule.max_retries
+        if rule.retries and (self.draft in DRAWS_NOTHING or (several and branching not in DRAWN)):
+            way = self.draft if self.draft in DRAWS_NOTHING else f"branching {branching}"
+            require("max_retries", self.max_retries, not self.max_retries, f"0: {way} draws nothing anew")
+            retries = 0
+        if self.draft_length == 0:
+            require("acceptance_rule", rule.rule, rule.lossless and not several, "lossless, of one candidate: no draft")
+        whole_texts = rule.rule == "sequence" and several and branching == BRANCHINGS[0]
+        require("branching", branching, not whole_texts, "chains, distinct or top_k with the rule sequence")
+        # defaults and what they stand for have one key, and so has what makes no difference
+        resolved = {
+            "branching": branching if several else BRANCHINGS[0],
+            "acceptance_threshold": rule.threshold,
+            "max_retries": retries,
+            "draft_temperature": rule.draft_temperature,
+            "adaptive_threshold": self.adaptive_threshold,
+        }
+        for name, value in resolved.items():
+            number = isinstance(value, int | float) and name != "max_retries"
+            object.__setattr__(self, name, float(value) if number else value)
 
     @property
     def acceptance(self) -> Acceptance:
@@ -113,8 +137,7 @@ class Arm:
     @property
     def options(self) -> dict[str, Any]:
         """What zoo.load_drafter takes beside the name."""
-        branches = self.branching != BRANCHINGS[0] and (self.candidate_count > 1 or self.controller is not None)
-        return {"branching": self.branching} if branches else {}
+        return {} if self.branching == BRANCHINGS[0] else {"branching": self.branching}
 
     def decoder(self, main: "Main", drafter: Drafter) -> Decoder:
         """A decoder that works so; raises SettingError for what the drafter does not do."""
@@ -179,6 +202,10 @@ class Block:
         _ = self.sampling, [get_task(prompt.task) for prompt in self.chosen]  # these validate
         for arm in self.arms:
             arm.acceptance.require_temperature(self.temperature)
+            if arm.acceptance_rule == "sequence":
+                nodes = self.max_new_tokens * (MAX_CANDIDATES if arm.controller else arm.candidate_count)
+                what = f"{nodes} nodes, from max_new_tokens and candidates"
+                require("tree", what, nodes <= MAX_NODES, f"up to {MAX_NODES} with the rule sequence")
 
     @property
     def sampling(self) -> Sampling:

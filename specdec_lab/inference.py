@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> Any:
 
 def _read(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `generate` that the flags stand for; raises SettingError for flags that contradict each other."""
-    from specdec_lab.articles import branching_of, rule_of
+    from specdec_lab.articles import BRANCHING, rule_of
 
     given = {name: getattr(args, name) for name in DRAFTING if getattr(args, name) is not None}
     if {"candidate_count", "initial_candidates"} <= given.keys():
@@ -93,7 +93,7 @@ def _read(args: argparse.Namespace) -> dict[str, Any]:
         "draft": settings.get("draft_model_path", "1:4"),
         "draft_length": settings.get("draft_length", 4),
         "candidate_count": count,
-        "branching": settings.get("branching") or branching_of(count, adaptive),
+        "branching": settings.get("branching") or (None if count == 1 and adaptive is None else BRANCHING),
         "acceptance_rule": rule_of(settings.get("acceptance_rule"), *block),
         **dict(zip(("acceptance_threshold", "max_retries", "draft_temperature"), block, strict=True)),
         "adaptive_threshold": adaptive,
@@ -107,7 +107,7 @@ def _config(file: Path | None) -> tuple[bool, dict[str, Any]]:
     if file is None:
         return False, {}
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as JSON ({error})") from error
     require("config", str(file), isinstance(stored, dict), "a file that holds the dictionary decoding_params")
@@ -122,7 +122,7 @@ def _said(request: argparse.Namespace) -> str:
 
     if request.draft_length == 0:
         return "plain decoding"
-    arm = cli._arm(request)
+    arm = cli._arm(request, cli._drafting(request, None))
     words = [f"draft {request.draft}", f"draft_length {request.draft_length}", f"candidate_count {arm.candidate_count}"]
     if request.branching is not None:
         words.append(f"branching {arm.branching}")

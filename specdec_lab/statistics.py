@@ -260,8 +260,11 @@ def _by_position(rows: pd.DataFrame) -> dict[str, list[float]]:
 
 
 def _predicted(first: pd.Series, line: dict[str, Any]) -> float:
+    """Of lossless chains that are as long as planned; theory knows no others."""
     alpha, c = line["acceptance_probability"], line["draft_cost_ratio"]
-    if not np.isfinite([alpha, c]).all() or line["coverage"] < HOLDS_BACK:
+    one = first.get("candidate_count", 1) == 1 and pd.isna(first.get("adaptive_threshold"))
+    chain = one and first.get("acceptance_rule", "lossless") == "lossless"
+    if not chain or not np.isfinite([alpha, c]).all() or line["coverage"] < HOLDS_BACK:
         return float("nan")
     curve = theory.VerifyCurve(*(tuple(first[f"verify_{name}"]) for name in ("k", "ratio", "seconds")))
     return theory.speedup(alpha, int(first.draft_length), c, curve)

@@ -454,7 +454,9 @@ def test_a_block_stays_if_its_geometric_mean_exceeds_the_threshold() -> None:
     kept_some = 0
     for row in range(len(tokens)):
         above, ids = parents[row].tolist(), tokens[row].tolist()
-        leaves = [i for i, parent in enumerate(above) if parent >= -1 and i not in above]
+        nodes = [i for i, parent in enumerate(above) if parent >= -1]
+        copies = {i for i in nodes for j in range(i) if (above[i], ids[i]) == (above[j], ids[j])}
+        leaves = [i for i in nodes if i not in above and i not in copies]
         scores = {}
         for leaf in leaves:
             path = [leaf]
@@ -474,12 +476,34 @@ def test_a_block_stays_if_its_geometric_mean_exceeds_the_threshold() -> None:
     assert 20 < kept_some < len(tokens) - 20
 
 
+def test_a_copy_is_no_candidate() -> None:
+    """Two chains that begin alike hang under the first token; its copy alone would score 0.86."""
+    tokens, parents = torch.tensor([[5, 5, 6, 7]]), torch.tensor([[-1, -1, 0, 0]])
+    p = torch.full((1, 5, VOCAB), 0.02)
+    p[0, 0, 5], p[0, 1, 6], p[0, 1, 7] = 0.86, 0.1, 0.1
+    for threshold, kept in ((0.7, []), (0.25, [0, 2])):
+        verdict = Acceptance("block").judge(tokens, parents, p, None, None, torch.tensor([threshold]))
+        assert verdict.accepted[0].nonzero()[:, 0].tolist() == kept
+
+
+@pytest.mark.parametrize("name", ["threshold", "typical", "block"])
+def test_what_is_impossible_never_stays(name: str) -> None:
+    """At the threshold 0, too: a constraint's mask, top-k and top-p hold."""
+    p = torch.zeros(1, 3, VOCAB)
+    p[0, :, 0] = 1
+    verdict = Acceptance(name, 0.0).judge(
+        torch.tensor([[0, 1]]), torch.tensor([[-1, 0]]), p, None, None, torch.zeros(1)
+    )
+    assert verdict.accepted[0].tolist() == [name != "block", False]
+
+
 # ---- settings
 
 
 def test_rules_by_name() -> None:
     assert Acceptance().lossless
     assert Acceptance("block") == Acceptance("block", 0.7, 2, 0.7)
+    assert Acceptance("block", draft_temperature=0).max_retries == 0
     with pytest.raises(UnknownNameError, match=r"no acceptance rule 'best'; there is: block, lenience, lossless"):
         Acceptance("best")
 
@@ -491,13 +515,14 @@ def test_rules_by_name() -> None:
         ({"rule": "block", "threshold": -0.1}, r"acceptance_threshold = -0.1: allowed is 0 … 1"),
         ({"rule": "typical", "threshold": float("nan")}, r"acceptance_threshold = nan: allowed is 0 … 1"),
         ({"rule": "block", "threshold": True}, r"acceptance_threshold = True: allowed is 0 … 1"),
-        ({"threshold": 0.7}, r"threshold = 0.7: allowed is none with the rule lossless"),
+        ({"threshold": 0.7}, r"acceptance_threshold = 0.7: allowed is none with the rule lossless"),
         ({"rule": "typical", "max_retries": 1}, r"max_retries = 1: allowed is none with the rule typical"),
         ({"rule": "threshold", "draft_temperature": 1}, r"draft_temperature = 1: allowed is none with the rule thr"),
         ({"rule": "block", "max_retries": -1}, r"max_retries = -1: allowed is 0 … 16"),
         ({"rule": "block", "max_retries": 1.5}, r"max_retries = 1.5: allowed is 0 … 16"),
-        ({"rule": "sequence", "draft_temperature": -1}, r"temperature = -1: allowed is a number >= 0"),
-        ({"rule": "block", "draft_temperature": 0}, r"max_retries = 2: allowed is 0 at draft_temperature 0"),
+        ({"rule": "sequence", "draft_temperature": -1}, r"draft_temperature = -1: allowed is a number >= 0"),
+        ({"rule": "block", "draft_temperature": "warm"}, r"draft_temperature = 'warm': allowed is a number >= 0"),
+        ({"rule": "block", "draft_temperature": 0, "max_retries": 2}, r"max_retries = 2: allowed is 0 at draft_temp"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:

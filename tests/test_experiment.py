@@ -612,3 +612,50 @@ def test_run_block_alone_writes_the_part(blocks: list[Block], undisturbed: Path,
     assert path.name == f"{blocks[0].key}.parquet"
     assert sum(ticks) == blocks[0].runs
     assert_same_rows(load(path.parent), load(undisturbed, blocks[:1]))
+
+
+# ---- arms
+
+
+def test_arms_that_decode_alike_are_one() -> None:
+    assert Arm("1:4", 4, branching="chains") == Arm("1:4", 4)
+    assert Arm("1:4", 4, 2, acceptance_rule="block").branching == "chains"
+    assert Arm("1:4", 4, 2).branching == "dynamic"
+    assert repr(Arm("1:4", 4, adaptive_threshold=1)) == repr(Arm("1:4", 4, adaptive_threshold=1.0))
+    assert Arm("ngram", 4, acceptance_rule="block").max_retries == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft": "ngram", "candidate_count": 2}, "candidate_count = 2: allowed is 1 for ngram, which is flat"),
+        (
+            {"draft": "ngram+parallel", "adaptive_threshold": 0.5},
+            "candidate_count = 1: allowed is 1 for ngram.parallel",
+        ),
+        (
+            {"acceptance_rule": "block", "max_retries": 1, "draft": "ngram"},
+            "max_retries = 1: allowed is 0: ngram draws",
+        ),
+        (
+            {"acceptance_rule": "block", "max_retries": 1, "candidate_count": 2, "branching": "top_k"},
+            "max_retries = 1: allowed is 0: branching top_k draws nothing",
+        ),
+        ({"draft_length": 0, "acceptance_rule": "typical"}, "acceptance_rule = 'typical': allowed is lossless"),
+        (
+            {"acceptance_rule": "sequence", "candidate_count": 2, "branching": "dynamic"},
+            "branching = 'dynamic': allowed is chains, distinct or top_k",
+        ),
+        ({"candidate_count": 0}, "candidate_count = 0: allowed is an integer 1 … 8"),
+        ({"acceptance_rule": "block", "acceptance_threshold": 2}, "acceptance_threshold = 2: allowed is 0 … 1"),
+    ],
+)
+def test_arms_that_contradict_themselves(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Arm(**settings)
+
+
+def test_whole_texts_that_no_tree_has_room_for() -> None:
+    arm = Arm("1:4", 4, 8, acceptance_rule="sequence")
+    with pytest.raises(SettingError, match="tree = '1600 nodes, from max_new_tokens and candidates'"):
+        Block(arms=(arm,), max_new_tokens=200)

@@ -70,7 +70,7 @@ class DraftModel(Drafter):
             )
 
         def follow(tokens: Tensor, i: int) -> Tensor:
-            hidden = self.model.forward(tokens[:, None], cache)[:, 0]
+            hidden = self.model.forward(tokens[:, None].clamp(max=self.model.vocab_size - 1), cache)[:, 0]
             cache.advance([int(i + 1 < length) for length in lengths])  # the others' is scratch
             return hidden
 

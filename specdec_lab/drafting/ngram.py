@@ -50,8 +50,8 @@ class NGram(Drafter):
     def matches(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[Match]:
         """The longest match of each row with a draft of up to lengths[r] tokens.
 
-        Where the match runs into the end of the text the draft goes round; it ends before the first token that the
-        row's constraint refuses.
+        Where the match runs into the end of the text the draft goes round; it ends with an end of sequence, or before
+        the first token that the row's constraint refuses.
         """
         assert len(self._texts) == len(rows), "start() comes first"
         return [self._match(r, row, length) for r, (row, length) in enumerate(zip(rows, lengths, strict=True))]
@@ -61,7 +61,8 @@ class NGram(Drafter):
         if n == 0:
             return Match(0, ())
         draft = np.resize(row.tokens[after : after + max(length, 1)], length).tolist()
-        return Match(n, tuple(_allowed(draft, row)))
+        ends = next((i + 1 for i, token in enumerate(draft) if token in row.eos), length)
+        return Match(n, tuple(_allowed(draft[:ends], row)))
 
     def drop(self, row: int) -> None:
         """Row `row` has finished; the last row takes its index."""

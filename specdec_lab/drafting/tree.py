@@ -10,7 +10,7 @@ Ways to branch, for K candidates:
 * `distinct`: K different first tokens drawn without replacement, each from what the ones before left of q
   (2402.12374), each going on as a chain.
 
-`chains` and `distinct` are `top_k` when decoding is greedy; the draft length is that of each of their chains.
+`chains` and `distinct` are `top_k` when drafts are greedy; the draft length is that of each of their chains.
 """
 
 import math
@@ -26,6 +26,7 @@ from specdec_lab.models.protocol import Model
 from specdec_lab.sampling import distribution, draw
 
 BRANCHINGS = ("dynamic", "top_k", "chains", "distinct")
+DRAWN = ("chains", "distinct")
 DEPTH_COST = 1e-4  # taken off the log-probability at each level, at any scale: no child ties with its parent
 # (tokens [rows, m], the hidden states before them [rows, m, hidden_size], parents [rows, behind + m] of all drafted
 # tokens that are then in the draft's cache, `behind` of which are there already) -> the hidden states behind them
