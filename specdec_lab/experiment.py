@@ -99,10 +99,10 @@ class Arm:
         rule = self.acceptance  # these validate
         several = self.candidate_count > 1 or self.controller is not None
         branching = known_branching(self.branching or (DRAWN[0] if rule.retries else BRANCHINGS[0]))
-        flat = self.draft.removeprefix("ngram+") in FLAT
-        require(
-            "candidate_count", self.candidate_count, not (flat and several), f"1 for {self.draft}: it cannot branch"
-        )
+        if several and self.draft.removeprefix("ngram+") in FLAT:
+            name = "candidate_count" if self.candidate_count > 1 else "adaptive_threshold"
+            allowed = f"{'1' if self.candidate_count > 1 else 'none'} for {self.draft}, which cannot branch"
+            raise SettingError(name, getattr(self, name), allowed)
         retries = rule.max_retries
         if rule.retries and (self.draft in DRAWS_NOTHING or (several and branching not in DRAWN)):
             way = self.draft if self.draft in DRAWS_NOTHING else f"branching {branching}"

@@ -628,10 +628,10 @@ def test_arms_that_decode_alike_are_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"draft": "ngram", "candidate_count": 2}, "candidate_count = 2: allowed is 1 for ngram, which is flat"),
+        ({"draft": "ngram", "candidate_count": 2}, "candidate_count = 2: allowed is 1 for ngram, which cannot branch"),
         (
             {"draft": "ngram+parallel", "adaptive_threshold": 0.5},
-            "candidate_count = 1: allowed is 1 for ngram.parallel",
+            "adaptive_threshold = 0.5: allowed is none for ngram.parallel",
         ),
         (
             {"acceptance_rule": "block", "max_retries": 1, "draft": "ngram"},
