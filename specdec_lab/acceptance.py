@@ -52,7 +52,9 @@ def greedy_match(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, u
     return Verdict(accepted, tried, last, choice[row, last + 1])
 
 
-def speculative_sampling(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> Verdict:
+def speculative_sampling(
+    tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, u: Tensor, scale: Tensor | None = None
+) -> Verdict:
     """Keep x with probability min(1, p(x) / q(x)), else go on with the residual: what is emitted follows p.
 
     For a chain this is speculative sampling (2211.17192, 2302.01318). Siblings are tried in turn, each against the
@@ -61,16 +63,11 @@ def speculative_sampling(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor |
     one of them stays with the probability that p gives it.
     tokens, parents, p: as in `greedy_match`, p being probabilities. q: [rows, n, vocab] the distribution each
     token was drawn from, fixed before the draw; None = one-hot, a token that was not drawn at random.
-    u: [rows, n + 1] uniform numbers in [0, 1), the last of each row for the token after the path.
+    u: [rows, n + 1] uniform numbers in [0, 1), the last of each row for the token after the path. scale [rows]: what
+    q is multiplied by, which lenience makes less than 1.
     """
-    return _residual_sampling(tokens, parents, p, q, u, torch.ones_like(u[:, 0]))
-
-
-def _residual_sampling(
-    tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, u: Tensor, scale: Tensor
-) -> Verdict:
-    """Speculative sampling with q times `scale` [rows] in place of q."""
     rows, n = tokens.shape
+    scale = torch.ones_like(u[:, 0]) if scale is None else scale
     last = torch.full((rows,), -1, dtype=torch.long, device=tokens.device)
     accepted = torch.zeros(rows, n, dtype=torch.bool, device=tokens.device)
     tried = torch.zeros_like(accepted)
@@ -130,7 +127,7 @@ def lenience(
     2211.17192 (its A.5) and 2310.08461; at 1 it is speculative sampling.
     """
     assert u is not None, "lenience is refused for greedy decoding"
-    return _residual_sampling(tokens, parents, p, q, u, threshold)
+    return speculative_sampling(tokens, parents, p, q, u, threshold)
 
 
 def whole_block(
