@@ -113,16 +113,18 @@ class Arm:
         whole_texts = rule.rule == "sequence" and several and branching == BRANCHINGS[0]
         require("branching", branching, not whole_texts, "chains, distinct or top_k with the rule sequence")
         # defaults and what they stand for have one key, and so has what makes no difference
-        resolved = {
-            "branching": branching if several else BRANCHINGS[0],
+        numbers = {
             "acceptance_threshold": rule.threshold,
-            "max_retries": retries,
             "draft_temperature": rule.draft_temperature,
             "adaptive_threshold": self.adaptive_threshold,
         }
-        for name, value in resolved.items():
-            number = isinstance(value, int | float) and name != "max_retries"
-            object.__setattr__(self, name, float(value) if number else value)
+        resolved = {name: None if value is None else float(value) for name, value in numbers.items()}
+        for name, value in {
+            **resolved,
+            "branching": branching if several else BRANCHINGS[0],
+            "max_retries": retries,
+        }.items():
+            object.__setattr__(self, name, value)
 
     @property
     def acceptance(self) -> Acceptance:
