@@ -43,7 +43,7 @@ $(MODEL): $(READY)
 sweep: $(MODEL)  ## main job: sizes x tasks x draft lengths, with figures and a table
 	$(BIN)/specdec-lab sweep
 
-grid: $(MODEL)  ## best setting per task: lengths x candidates x rules x thresholds; about 25 minutes
+grid: $(MODEL)  ## best setting per task: lengths x candidates x rules x thresholds; about 20 minutes
 	$(BIN)/specdec-lab grid
 
 lab: $(MODEL)  ## JupyterLab on notebooks/
