@@ -126,6 +126,9 @@ class BatchConfig(_Loads):
         """
         made: list[Generation] = []
         constraint = settings.pop("constraint", None)  # one for all, or a list of one for each
+        if isinstance(constraint, Sequence):  # told before the first group is decoded
+            allowed = f"one, or one for each of {len(prompts)}"
+            require("constraint", f"{len(constraint)} grammars", len(constraint) == len(prompts), allowed)
         for group in self.batches(prompts):
             part = constraint[len(made) : len(made) + len(group)] if isinstance(constraint, Sequence) else constraint
             made += decoder.generate_batch(group, seed=seed + len(made), constraint=part, **settings)

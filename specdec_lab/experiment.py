@@ -109,7 +109,8 @@ class Arm:
             require("max_retries", self.max_retries, not self.max_retries, f"0: {way} draws nothing anew")
             retries = 0
         if self.draft_length == 0:
-            require("acceptance_rule", rule.rule, rule.lossless and not several, "lossless, of one candidate: no draft")
+            require("acceptance_rule", rule.rule, rule.lossless, "lossless, as draft_length 0 drafts nothing")
+            require("draft_length", 0, not several, "1 or more with several candidates")
         whole_texts = rule.rule == "sequence" and several and branching == BRANCHINGS[0]
         require("branching", branching, not whole_texts, "chains, distinct or top_k with the rule sequence")
         # defaults and what they stand for have one key, and so has what makes no difference

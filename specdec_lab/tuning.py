@@ -17,7 +17,7 @@ import pandas as pd
 
 from specdec_lab.acceptance import Acceptance
 from specdec_lab.errors import DataError, require, whole
-from specdec_lab.experiment import Arm, Block, summary, sweep
+from specdec_lab.experiment import DRAWS_NOTHING, Arm, Block, summary, sweep
 from specdec_lab.statistics import RESAMPLES, fronts
 
 ARTICLES: dict[str, tuple[Any, ...]] = {  # the whole grid of the articles
@@ -145,7 +145,7 @@ def grid_arms(
         for length, count, threshold in product(lengths, counts, thresholds if lossy else (None,)):
             how: dict[str, Any] = {"acceptance_rule": rule, "acceptance_threshold": threshold}
             how |= {"branching": "chains"} if retries and count != 1 else {}
-            how |= {"max_retries": max_retries} if retries else {}
+            how |= {"max_retries": max_retries} if retries and draft not in DRAWS_NOTHING else {}
             arms.append(Arm(draft, length, count, **how))
     return tuple(dict.fromkeys(arms))
 

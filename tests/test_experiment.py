@@ -641,11 +641,15 @@ def test_arms_that_decode_alike_are_one() -> None:
             {"acceptance_rule": "block", "max_retries": 1, "candidate_count": 2, "branching": "top_k"},
             "max_retries = 1: allowed is 0: branching top_k draws nothing",
         ),
-        ({"draft_length": 0, "acceptance_rule": "typical"}, "acceptance_rule = 'typical': allowed is lossless"),
+        (
+            {"draft_length": 0, "acceptance_rule": "typical"},
+            "allowed is lossless, as draft_length 0 drafts",
+        ),
         (
             {"acceptance_rule": "sequence", "candidate_count": 2, "branching": "dynamic"},
             "branching = 'dynamic': allowed is chains, distinct or top_k",
         ),
+        ({"draft_length": 0, "candidate_count": 3}, "draft_length = 0: allowed is 1 or more with several candidates"),
         ({"candidate_count": 0}, "candidate_count = 0: allowed is an integer 1 … 8"),
         ({"acceptance_rule": "block", "acceptance_threshold": 2}, "acceptance_threshold = 2: allowed is 0 … 1"),
     ],
