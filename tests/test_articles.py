@@ -162,7 +162,5 @@ def test_a_batch_config_decodes_in_groups_as_in_one_batch(main: zoo.Main, tiny_d
 def test_constraints_of_a_batch_are_counted_before_anything_is_decoded() -> None:
     nothing: Any = None
     for count in (1, 3):
-        with pytest.raises(
-            SettingError, match=f"'{count} grammars': allowed is one, or one for each of 2"
-        ):
+        with pytest.raises(SettingError, match=f"'{count} grammars': allowed is one, or one for each of 2"):
             BatchConfig(max_batch_size=1).generate(nothing, ["Hi", "Ho"], constraint=[None] * count)
