@@ -144,7 +144,6 @@ def grid_arms(
         lengths = draft_lengths[:1] if rule == "sequence" else draft_lengths
         for length, count, threshold in product(lengths, counts, thresholds if lossy else (None,)):
             how: dict[str, Any] = {"acceptance_rule": rule, "acceptance_threshold": threshold}
-            how |= {"branching": "chains"} if retries and count != 1 else {}
             how |= {"max_retries": max_retries} if retries and draft not in DRAWS_NOTHING else {}
             arms.append(Arm(draft, length, count, **how))
     return tuple(dict.fromkeys(arms))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec_lab.drafting.chain import draft_chain
 from specdec_lab.drafting.protocol import Drafter, Row, Tree
-from specdec_lab.drafting.tree import draft_tree, known_branching, nodes_of
+from specdec_lab.drafting.tree import draft_tree, known_branching
 from specdec_lab.errors import require
 from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import CHUNK
@@ -41,10 +41,6 @@ class FeatureDraft(Drafter):
         self.cache: KVCache | None = None
         self._pending: list[Tensor] = []  # per row the hidden states [m, hidden_size] before its last m tokens
         self._root: list[Tensor] = []  # per row the last of them that was read, [1, hidden_size]
-
-    def nodes(self, length: int, candidates: int) -> int:
-        """Most nodes of a tree of that draft length with so many candidates."""
-        return nodes_of(self.branching, length, candidates)
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """Prefill the entries of all prompt tokens but the last."""

@@ -67,7 +67,7 @@ class Hybrid(Drafter):
         self.free, self.partner, self.step_cost = free, model, step_cost
         self.model = model.model
         self.name = f"{free.name}+{model.name}"
-        self.reads_hidden, self.branches = model.reads_hidden, model.branches
+        self.reads_hidden, self.branches, self.branching = model.reads_hidden, model.branches, model.branching
         self._known: list[_Known] = []  # of each row
 
     @property
@@ -79,10 +79,6 @@ class Hybrid(Drafter):
     def cache_nbytes(self) -> int:
         """Bytes of its KV cache."""
         return self.partner.cache_nbytes
-
-    def nodes(self, length: int, candidates: int) -> int:
-        """Most nodes of a tree of that draft length with so many candidates."""
-        return self.partner.nodes(length, candidates)
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """New sequences; what was learned of the old ones is forgotten."""

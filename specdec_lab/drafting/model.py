@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdec_lab.drafting.chain import draft_chain
 from specdec_lab.drafting.protocol import Drafter, Row, Tree
-from specdec_lab.drafting.tree import draft_tree, known_branching, nodes_of
+from specdec_lab.drafting.tree import draft_tree, known_branching
 from specdec_lab.errors import require
 from specdec_lab.models.cache import KVCache
 from specdec_lab.models.feed import feed
@@ -37,10 +37,6 @@ class DraftModel(Drafter):
         self.cache: KVCache | None = None
         self._before: list[int] = []  # committed tokens of each row when its draft began
         self._chain = True  # whether the cache holds the drafted tokens in the order of their nodes
-
-    def nodes(self, length: int, candidates: int) -> int:
-        """Most nodes of a tree of that draft length with so many candidates."""
-        return nodes_of(self.branching, length, candidates)
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """Prefill all but the last token of each row that fits the draft's context."""

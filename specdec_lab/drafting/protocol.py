@@ -68,6 +68,7 @@ class Drafter:
     cache: KVCache | None = None  # of that model
     reads_hidden = False  # whether start and observe need the main model's hidden states
     branches = False  # whether its trees can hold more than one candidate
+    branching = "dynamic"  # how they part; see drafting.tree
 
     @property
     def nbytes(self) -> int:
@@ -80,8 +81,8 @@ class Drafter:
         return self.cache.nbytes if self.cache else 0
 
     def nodes(self, length: int, candidates: int) -> int:
-        """Most nodes of a tree of that draft length with so many candidates."""
-        return length
+        """Most nodes of a tree; `length` bounds each candidate, but all of them together where that is dynamic."""
+        return length if self.branching == "dynamic" else length * candidates
 
     def start(self, rows: Sequence[Row], max_len: int, hidden: Sequence[Tensor] = ()) -> None:
         """New sequences of up to max_len tokens each; forget the old ones.

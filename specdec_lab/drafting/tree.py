@@ -40,11 +40,6 @@ def known_branching(name: str) -> str:
     return name
 
 
-def nodes_of(branching: str, length: int, candidates: int) -> int:
-    """Most nodes of a tree; the draft length bounds each candidate, but for dynamic trees all of them together."""
-    return length if branching == "dynamic" else length * candidates
-
-
 def draft_tree(
     branching: str,
     model: Model,
