@@ -32,7 +32,7 @@ from specdec_lab.decoding import MAX_DRAFT, MAX_NODES, Decoder, Generation
 from specdec_lab.drafting import Drafter
 from specdec_lab.drafting.tree import BRANCHINGS, DRAWN, known_branching
 from specdec_lab.errors import DataError, SettingError, SpecdecError, require
-from specdec_lab.metrics import Totals, first_difference, position_counts, repeated_ngrams, totals
+from specdec_lab.metrics import Totals, first_difference, position_counts, repeated_ngrams, totals, tried
 from specdec_lab.models.feed import CHUNK, feed
 from specdec_lab.models.protocol import Model
 from specdec_lab.provenance import provenance
@@ -59,7 +59,7 @@ __all__ = [
     "sweep",
 ]
 
-SCHEMA = 2  # version of the rows and of how they are measured; part of every key
+SCHEMA = 3  # version of the rows and of how they are measured; part of every key
 WARM_UP = 16  # tokens
 DRAWS_NOTHING = ("ngram", "grammar")  # drafts that come again where they are refused
 FLAT = (*DRAWS_NOTHING, "parallel")  # drafts that cannot branch
@@ -476,13 +476,17 @@ def _sameness(model: Model, prompt: Sequence[int], tokens: Sequence[int], plain:
 
 
 def _counts(made: Generation) -> dict[str, Any]:
-    """The raw counts and times of a run, summed over its steps; lists run over draft positions 1, 2, …"""
+    """The raw counts and times of a run, summed over its steps.
+
+    Lists named _at run over draft positions 1, 2, …, those named tried_ over the drafted tokens put to the test.
+    """
     sums = totals([made.trace])
     return {
         **asdict(sums),
         "decode_s": sums.decode_s,
         "draft_prefill_s": made.trace.draft_prefill_s,
         **{f"{name}_at": counts for name, counts in position_counts([made.trace]).items()},
+        **{f"tried_{name}": values for name, values in tried([made.trace]).items()},
         "prompt_tokens": made.trace.prompt_tokens,
         "untried": sums.drafted - sums.accepted - sums.rejected,
         "memory_bytes": made.trace.memory_bytes,
@@ -576,6 +580,8 @@ TYPES = {
     **{field.name: pa.float64() if field.type is float else pa.int32() for field in fields(Totals)},
     **{"decode_s": pa.float64(), "draft_prefill_s": pa.float64(), "untried": pa.int32()},
     **dict.fromkeys(("drafted_at", "tried_at", "accepted_at"), pa.list_(pa.int32())),
+    **{"tried_entropy": pa.list_(pa.float32()), "tried_stays": pa.list_(pa.bool_())},
+    **{"tried_depth": pa.list_(pa.int16())},
     **{"prompt_tokens": pa.int32(), "memory_bytes": pa.int64(), "finish": pa.string()},
     **{"repetition": pa.float64(), "tokens": pa.list_(pa.int32()), "text": pa.string()},
 }

@@ -169,20 +169,39 @@ def _quotient(a: float | None, b: float | None) -> float | None:
     return None if a is None or not b else a / b
 
 
+def _depths(step: Step) -> list[int]:
+    """How deep each drafted node is, 1 behind the last committed token."""
+    depths: list[int] = []
+    for parent in step.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 def position_counts(traces: Iterable[Trace]) -> dict[str, list[int]]:
     """Tokens "drafted", "tried" and "accepted" at depth 1, 2, …"""
     counts: dict[str, list[int]] = {"drafted": [], "tried": [], "accepted": []}
     for trace in traces:
         for step in trace.steps:
-            depth: list[int] = []
-            for parent, fate in zip(step.parents, step.fate, strict=True):
-                depth.append(0 if parent < 0 else depth[parent] + 1)
+            for depth, fate in zip(_depths(step), step.fate, strict=True):
                 for at in counts.values():
-                    at.extend([0] * (depth[-1] + 1 - len(at)))
-                counts["drafted"][depth[-1]] += 1
-                counts["tried"][depth[-1]] += fate != "untried"
-                counts["accepted"][depth[-1]] += fate == "accepted"
+                    at.extend([0] * (depth - len(at)))
+                counts["drafted"][depth - 1] += 1
+                counts["tried"][depth - 1] += fate != "untried"
+                counts["accepted"][depth - 1] += fate == "accepted"
     return counts
+
+
+def tried(traces: Iterable[Trace]) -> dict[str, list[Any]]:
+    """Of every tried token: the main model's "entropy" there (nats), whether it "stays", its "depth" from 1."""
+    out: dict[str, list[Any]] = {"entropy": [], "stays": [], "depth": []}
+    for trace in traces:
+        for step in trace.steps:
+            for entropy, fate, depth in zip(step.entropy, step.fate, _depths(step), strict=True):
+                if fate != "untried":
+                    out["entropy"].append(entropy)
+                    out["stays"].append(fate == "accepted")
+                    out["depth"].append(depth)
+    return out
 
 
 def acceptance_by_position(counts: Mapping[str, Sequence[float]], conditional: bool = False) -> list[float]:

@@ -30,6 +30,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 
 from specdec_lab import tables, theory
+from specdec_lab.claims import CLAIMS, Example
 from specdec_lab.errors import DataError, require
 from specdec_lab.statistics import Interval
 from specdec_lab.tables import PARTS, arms_of, drafts_of, short, tasks_of, title
@@ -647,4 +648,137 @@ def by_place(table: pd.DataFrame, xlabel: str, doubling: bool = False) -> Figure
     keys = [_key(markers[draft], short(draft), markerfacecolor="white" if i % 2 else "0.25")
             for i, draft in enumerate(drafts)]  # fmt: skip
     _legend(fig, [*keys, _key("", "plain loop (1×)", **PLAIN)], "95 % intervals")
+    return fig
+
+
+# ---- the report
+
+
+LOSS = {True: ("o", "lossless"), False: ("s", "lossy")}  # marker, name
+
+
+@style()
+def settings(arms: pd.DataFrame) -> Figure:
+    """Tokens per second against α of every setting, a panel per task; hollow squares are lossy ones.
+
+    arms: rows of summaries, of several sweeps too. Small: on too few prompts for an interval. The band holds the plain
+    loops measured beside them.
+    """
+    table = arms[arms.draft != "none"].assign(lossless=lambda x: x.acceptance_rule == "lossless")
+    if table.empty:
+        raise DataError("there is nothing to plot: no setting with a draft")
+    fig, axes = _panels(tasks_of(table), 3.0, "throughput (tokens/s)", sharex=True, sharey=True)
+    colours = _colours(table)
+    for task, ax in axes.items():
+        plain = arms[(arms.task == task) & (arms.draft == "none")].throughput.dropna()
+        if len(plain):
+            ax.axhspan(plain.min(), plain.max(), color="0.5", alpha=0.25, linewidth=0, zorder=0)
+            ax.axhline(plain.median(), **PLAIN, zorder=1)
+        own = table[table.task == task]
+        known = own.throughput_low.notna()
+        for (lossless, told), line in own.groupby([own.lossless, known]):
+            x, y = line.acceptance_probability.to_numpy(float), line.throughput.to_numpy(float)
+            bars = {"xerr": _errors(line, "acceptance_probability"), "yerr": _errors(line, "throughput")}
+            look: dict[str, Any] = {"color": colours[task], "markerfacecolor": colours[task] if lossless else "white"}
+            look |= {"marker": LOSS[bool(lossless)][0], "ecolor": (colours[task], 0.3), "zorder": 4 if lossless else 3}
+            ax.errorbar(x, y, **bars, **{**BAR, "capsize": 0.0, "markersize": 4.5 if told else 2.5}, **look)
+        ax.set(xlabel="acceptance probability α", xlim=(-0.04, 1.04))
+        ax.margins(y=0.1)
+    keys = [_key(marker, f"{name}, {(table.lossless == lossless).sum()} settings and tasks",
+                 markerfacecolor="0.25" if lossless else "white")
+            for lossless, (marker, name) in LOSS.items() if (table.lossless == lossless).any()]  # fmt: skip
+    _legend(fig, [*keys, _key("", "plain loop", **PLAIN)])
+    return fig
+
+
+@style()
+def ceilings(arms: pd.DataFrame | None, how: Example) -> Figure:
+    """Claimed speed-ups (stars) against their rates, once read as α and once as accepted / drafted.
+
+    What is hatched no chain can reach whatever it costs. Dots: measured lossless chains (arms: rows of summaries).
+    """
+    fig = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    axes = fig.subplots(1, 2, sharey=True)
+    readings = {
+        "acceptance_probability": ("if it is α, accepted / tried", theory.most_tokens),
+        "draft_acceptance_rate": (
+            f"if it is accepted / drafted, at γ = {how.draft_length}",
+            lambda x: 1 + how.draft_length * x,
+        ),
+    }
+    top, colours = 5.0, {claim.task: TASKS[claim.task] for claim in CLAIMS}
+    for ax, (name, (said, most)) in zip(axes, readings.items(), strict=True):
+        x = np.linspace(0, 0.999, 400)
+        y = np.array([most(value) for value in x])
+        ax.plot(x, y, color="black", linewidth=1.0, zorder=2)
+        ax.fill_between(x, y, top, where=y < top, facecolor="none", hatch="///", edgecolor="0.8", linewidth=0, zorder=1)
+        for claim in CLAIMS:
+            look: dict[str, Any] = {
+                "marker": "*",
+                "markersize": 13,
+                "color": colours[claim.task],
+                "markeredgecolor": "black",
+            }
+            ax.plot([claim.acceptance], [claim.speedup], **look, linestyle="none", zorder=5)
+        if arms is not None:
+            chains = arms[(arms.draft != "none") & (arms.acceptance_rule == "lossless") & (arms.candidate_count == 1)]
+            for task, line in chains.groupby("task"):
+                look = {"color": colours.get(str(task), "0.5"), "marker": "o", "markersize": 4, "linestyle": "none"}
+                ax.plot(line[name], line.speculative_speedup, **look, markeredgecolor="white", zorder=4)
+        ax.axhline(1, **PLAIN, zorder=1)
+        ax.set(xlim=(0, 1), ylim=(0.5, top), title=said, xlabel="acceptance rate")
+        ax.yaxis.set_major_formatter("{x:g}×")
+    axes[0].set_ylabel("speed-up over the plain loop")
+    keys: list[Any] = [_key("*", f"{claim.task}, claimed", color=colours[claim.task], markersize=11,
+                            markeredgecolor="black") for claim in CLAIMS]  # fmt: skip
+    keys += [_key("o", "measured, a lossless chain", markersize=4)] if arms is not None else []
+    keys += [Patch(facecolor="none", hatch="///", edgecolor="0.7", label="impossible for one candidate")]
+    _legend(fig, [*keys, _key("", "plain loop (1×)", **PLAIN)])
+    return fig
+
+
+@style()
+def entropy(rows: pd.DataFrame) -> Figure:
+    """Acceptance of tried tokens against the main model's entropy, a line per task; beside it how entropies spread."""
+    table, known = tables.entropy_bins(rows), tables.tried(rows)
+    fig = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    left, right = fig.subplots(1, 2)
+    tasks, colours, markers = tasks_of(known), _colours(known), dict(zip(tasks_of(known), "osD" + OTHERS, strict=False))
+    for index, task in enumerate(tasks):
+        line = table[table.task == task]
+        look = {**BAR, "linestyle": "-", "linewidth": 0.9, "markersize": 4.5, "marker": markers[task]}
+        x = line.entropy + 0.02 * (index - (len(tasks) - 1) / 2)
+        left.errorbar(x, line.value, _errors(line, "value"), **look, color=colours[task])
+        values = np.sort(known[known.task == task].entropy)
+        share = np.arange(1, len(values) + 1) / len(values)
+        right.step(values, share, where="post", color=colours[task])
+        at = np.linspace(0.1, 0.9, 5)  # markers tell the lines apart in grey
+        right.plot(np.quantile(values, at), at, color=colours[task], marker=markers[task], markersize=4.5, linestyle="")
+    left.set(xlabel="main model's entropy (nats, middle of a bin)", ylim=(-0.04, 1.04))
+    left.set_ylabel("accepted, share of those tried")
+    right.set(xlabel="main model's entropy (nats)", ylabel="share of tried tokens below it", ylim=(0, 1.04))
+    right.set_xlim(left=0)
+    _legend(fig, [_key(markers[task], title(task), color=colours[task], linestyle="-") for task in tasks])
+    return fig
+
+
+@style()
+def entropy_positions(rows: pd.DataFrame) -> Figure:
+    """By position in the draft, a line per task: how often a tried token stays, and the main model's entropy there."""
+    table = tables.entropy_positions(rows)
+    fig = Figure(figsize=(WIDTH, 3.0), layout="constrained")
+    axes = fig.subplots(1, 2, sharex=True)
+    tasks, colours, markers = tasks_of(table), _colours(table), dict(zip(tasks_of(table), "osD" + OTHERS, strict=False))
+    names = {"stays": "accepted, share of those tried", "entropy": "main model's entropy (nats, mean)"}
+    for ax, (name, said) in zip(axes, names.items(), strict=True):
+        for index, task in enumerate(tasks):
+            line = table[table.task == task]
+            look = {**BAR, "linestyle": "-", "linewidth": 0.9, "markersize": 4.5, "marker": markers[task]}
+            x = line.position + 0.14 * (index - (len(tasks) - 1) / 2)
+            ax.errorbar(x, line[name], _errors(line, name), **look, color=colours[task])
+        ax.set(xlabel="position in the draft", ylabel=said)
+        ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
+    axes[0].set_ylim(-0.04, 1.04)
+    axes[1].set_ylim(bottom=0)
+    _legend(fig, [_key(markers[task], title(task), color=colours[task], linestyle="-") for task in tasks])
     return fig

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from specdec_lab import tables, theory
+from specdec_lab.claims import RANGES, Ceiling, Example
 from specdec_lab.metrics import METRICS
 from specdec_lab.statistics import Interval, compare
 from specdec_lab.tables import PARTS, arms_of, drafts_of, short, tasks_of, title
@@ -26,7 +27,12 @@ def number(value: float, digits: int = 2) -> str:
 
 def with_interval(row: Any, name: str, digits: int = 2, unit: str = "") -> str:
     """A metric of a summary's row, as "1.42× (1.35 … 1.50)"."""
-    value, low, high = (float(getattr(row, key)) for key in (name, f"{name}_low", f"{name}_high"))
+    return bounded([float(getattr(row, key)) for key in (name, f"{name}_low", f"{name}_high")], digits, unit)
+
+
+def bounded(values: Sequence[float], digits: int = 2, unit: str = "") -> str:
+    """The same of a value, its lower and its upper bound."""
+    value, low, high = values
     if not np.isfinite(value):
         return "undefined"
     bounds = f"{low:.{digits}f} … {high:.{digits}f}" if np.isfinite([low, high]).all() else "no interval"
@@ -41,7 +47,7 @@ def _arm(row: Any) -> str:
     return f"{short(row.draft)} with γ = {row.draft_length}"
 
 
-def _best(line: pd.DataFrame, name: str) -> Any:
+def highest(line: pd.DataFrame, name: str) -> Any:
     """The row with the highest value; None where it is undefined everywhere."""
     known = line[np.isfinite(line[name].to_numpy(float))]
     return None if known.empty else next(known.sort_values(name, ascending=False, kind="stable").itertuples())
@@ -62,7 +68,7 @@ def throughput(arms: pd.DataFrame) -> str:
     table, said = arms_of(arms, "acceptance_probability", "throughput"), []
     for task in tasks_of(table):
         line = table[table.task == task]
-        fastest, closest = _best(line, "throughput"), _best(line, "acceptance_probability")
+        fastest, closest = highest(line, "throughput"), highest(line, "acceptance_probability")
         if fastest is None:
             said.append(f"{_task(task)}: nothing was decoded")
             continue
@@ -92,7 +98,7 @@ def speedup(arms: pd.DataFrame) -> str:
         "(the 95 % interval holds 1×, or there are too few prompts for one)"
     ]
     for task in tasks_of(table):
-        best = _best(table[table.task == task], "speculative_speedup")
+        best = highest(table[table.task == task], "speculative_speedup")
         if best is not None:
             said.append(f"{_task(task)}: best is {_arm(best)}, {with_interval(best, 'speculative_speedup', unit='×')}")
     return ". ".join([*said, prediction(arms)])
@@ -172,7 +178,7 @@ def time_split(rows: pd.DataFrame) -> str:
     """Why the best arm of each task is, or is not, faster."""
     table, said = tables.split(rows), []
     for task in tasks_of(table):
-        best = _best(table[table.task == task], "gain")
+        best = highest(table[table.task == task], "gain")
         if best is None:
             said.append(f"{_task(task)}: nothing was decoded")
             continue
@@ -229,7 +235,7 @@ def threshold_heat(arms: pd.DataFrame) -> str:
     for task in tasks_of(table):
         line = table[table.task == task]
         rules = dict.fromkeys(line.acceptance_rule)
-        best = [_best(line[line.acceptance_rule == rule], "speculative_speedup") for rule in rules]
+        best = [highest(line[line.acceptance_rule == rule], "speculative_speedup") for rule in rules]
         told = [f"{tables.cell(row)}: {row.speculative_speedup:.2f}×" for row in best if row is not None]
         said.append(f"{_task(task)}: {'; '.join(told) or 'nothing was measured'}")
     count = int(table.prompts.max())
@@ -250,7 +256,7 @@ def optimum(rows: pd.DataFrame, arms: pd.DataFrame) -> str:
 
 
 def _optimum(rows: pd.DataFrame, line: pd.DataFrame) -> str:
-    best = _best(line[line.acceptance_rule == "lossless"], "speculative_speedup")
+    best = highest(line[line.acceptance_rule == "lossless"], "speculative_speedup")
     lossy = line[line.acceptance_rule != "lossless"].sort_values("speculative_speedup", ascending=False)
     if best is None:
         return "no lossless setting was measured."
@@ -260,7 +266,7 @@ def _optimum(rows: pd.DataFrame, line: pd.DataFrame) -> str:
         got = compare(tables.rows_of(rows, row), tables.rows_of(rows, best), "speculative_speedup")
         if got.verdict == "higher":
             over = f"{got.ratio:.2f} ({number(got.low)} … {number(got.high)}) times as fast"
-            judged[_quality(row)].append(f"{tables.cell(row)} is {over}, NLL {_rise(row)}")
+            judged[_quality(row)].append(f"{tables.cell(row)} is {over}, NLL {rise(row)}")
     if judged["equal"]:
         said.append(f"at equal quality a lossy rule beats it: {judged['equal'][0]}")
     else:
@@ -282,7 +288,7 @@ def _quality(row: Any) -> str:
     return "equal" if told and all(high <= TOLERANCE for _, high in known) else "undecided"
 
 
-def _rise(row: Any) -> str:
+def rise(row: Any) -> str:
     """What a lossy arm does to the NLL, as "+3 % (-1 % … +8 %)"."""
     values = [getattr(row, f"nll_delta{end}") for end in ("", "_low", "_high")]
     told = [f"{value:+.0%}" if np.isfinite(value) else "undefined" for value in values]
@@ -300,7 +306,7 @@ def grid_table(arms: pd.DataFrame) -> pd.DataFrame:
             "task": table.task.map(title),
             "setting": [tables.cell(row) for row in table.itertuples()],
             "speed-up (95 % interval)": [with_interval(r, "speculative_speedup", unit="×") for r in table.itertuples()],
-            "NLL": [_rise(row) for row in table.itertuples()],
+            "NLL": [rise(row) for row in table.itertuples()],
             "score lost": [_lost(row) for row in table.itertuples()],
             "repetition": table.repetition_delta.map(lambda x: f"{x:+.2f}"),
             "fallback": table.fallback_ratio.map(number),
@@ -370,7 +376,7 @@ def verdict(rows: pd.DataFrame, arms: pd.DataFrame, draft: str = "1:3") -> str:
     table, lines = arms_of(arms, "speculative_speedup"), []
     for task in tasks_of(table):
         line = table[table.task == task]
-        found = {name: _best(line[line.draft == name], "speculative_speedup") for name in drafts_of(line)}
+        found = {name: highest(line[line.draft == name], "speculative_speedup") for name in drafts_of(line)}
         best = {name: row for name, row in found.items() if row is not None}
         if not best:
             lines.append(f"* {_task(task)}: undecided, nothing was measured.")
@@ -391,3 +397,102 @@ def verdict(rows: pd.DataFrame, arms: pd.DataFrame, draft: str = "1:3") -> str:
     names = [short(name, 24) + (f" ({', '.join(said)})" if said else "") for name, said in sizes.items()]
     head = f"Drafts, each at its fastest length: {'; '.join(names)}. Undecided: an interval holds 1."
     return "\n".join([head, "", *lines, "", prediction(arms)])
+
+
+# ---- the report
+
+
+SYMBOLS = {"draft_length": "γ", "candidate_count": "K", "acceptance_threshold": "threshold"}
+
+
+def possible(found: Sequence[Ceiling], how: Example) -> str:
+    """Under plots.ceilings: which claims can be under which meaning, and the α that accepted / drafted stands for."""
+    lines = []
+    for claim in dict.fromkeys(ceiling.claim for ceiling in found):
+        said = "; ".join(allowed([ceiling for ceiling in found if ceiling.claim == claim]))
+        alpha = theory.alpha_of(claim.acceptance, how.draft_length)
+        lines.append(
+            f"* {_task(claim.task)}, {claim.speedup}×: {said}. As accepted / drafted at γ = {how.draft_length}, "
+            f"{claim.acceptance:.1%} would be α = {alpha:.2f}, were all positions alike."
+        )
+    head = "Stars: the claims; hatched: what no single candidate reaches, whatever it costs."
+    return "\n".join([head, "", *lines])
+
+
+def allowed(found: Sequence[Ceiling]) -> list[str]:
+    """Of one claim: each verdict and the meanings it holds under, as "possible if the rate is …"."""
+    verdicts: dict[str, list[str]] = {}
+    for ceiling in found:
+        verdicts.setdefault(ceiling.verdict, []).append(ceiling.meaning.name)
+    return [f"{verdict} if the rate is {' or '.join(names)}" for verdict, names in verdicts.items()]
+
+
+def settings(arms: pd.DataFrame) -> str:
+    """Under plots.settings: whether higher acceptance means more speed, and where the fastest setting lies."""
+    table, said = arms[arms.draft != "none"], []
+    known = table[table.speculative_speedup_low.notna()]
+    for task in tasks_of(table):
+        own, told = table[table.task == task], known[known.task == task]
+        fastest = highest(told if len(told) else own, "speculative_speedup")
+        if fastest is None:
+            said.append(f"* {_task(task)}: nothing was decoded.")
+            continue
+        rank = own[["acceptance_probability", "throughput"]].rank().corr().iloc[0, 1]
+        out = [f"{SYMBOLS[name]} {getattr(fastest, name):g}" for name, (low, high) in RANGES.items()
+               if not pd.isna(getattr(fastest, name)) and not low <= getattr(fastest, name) <= high]  # fmt: skip
+        lossy = "lossless" if fastest.acceptance_rule == "lossless" else f"lossy, NLL {rise(fastest)}"
+        where = f"outside the articles' ranges ({', '.join(out)})" if out else "inside the articles' ranges"
+        said.append(
+            f"* {_task(task)}: of {len(own)} settings the fastest is {short(fastest.draft)}, {tables.cell(fastest)} "
+            f"({lossy}), {with_interval(fastest, 'speculative_speedup', unit='×')}, {where}; rank correlation of α and "
+            f"throughput {number(rank)}."
+        )
+    head = "Acceptance alone does not make speed: what drafting and verifying cost stands against it."
+    return "\n".join([head, "", *said])
+
+
+def entropy(rows: pd.DataFrame) -> str:
+    """Under plots.entropy: how much of the tasks' differences in α their entropies explain, and what is left."""
+    known, said = tables.tried(rows), []
+    halves = [
+        f"{_task(task)} {own.entropy.median():.2f} ({own.stays.mean():.2f} of its tried tokens stay)"
+        for task in tasks_of(known)
+        for own in [known[known.task == task]]
+    ]
+    for pair in tables.entropy_parts(rows).itertuples():
+        total, of_entropy, at_equal = (with_interval(pair, name) for name in ("total", "of_entropy", "at_equal"))
+        text = f"{_task(pair.task)} − {_task(pair.other)}: {total}, of it {of_entropy} as entropies differ"
+        apart = pair.total_low > 0 or pair.total_high < 0
+        share = f" ({pair.of_entropy / pair.total:.0%})" if apart else ""
+        left = "no clear difference" if not (pair.at_equal_low > 0 or pair.at_equal_high < 0) else (
+            f"a clear difference, {title(pair.task if pair.at_equal > 0 else pair.other)} accepting more"
+        )  # fmt: skip
+        said.append(f"* {text}{share}, and {at_equal} at equal entropy: {left}.")
+    head = (
+        f"Median entropy in nats of what was tried: {', '.join(halves)}. Differences in α between tasks, split in two:"
+    )
+    return "\n".join([head, "", *said]) if said else head.removesuffix(" Differences in α between tasks, split in two:")
+
+
+def entropy_positions(rows: pd.DataFrame) -> str:
+    """Under plots.entropy_positions: how both change from the first position to the last one with an interval."""
+    table, said = tables.entropy_positions(rows), []
+    for task in tasks_of(table):
+        line = table[(table.task == task) & table.stays_low.notna()]
+        if len(line) < 2:
+            said.append(f"* {_task(task)}: too few prompts or positions to tell.")
+            continue
+        first, last = (next(line.iloc[[at]].itertuples()) for at in (0, -1))
+        told = []
+        for name, what in (("stays", "acceptance"), ("entropy", "mean entropy")):
+            a, b = (getattr(row, name) for row in (first, last))
+            falls = getattr(last, f"{name}_high") < getattr(first, f"{name}_low")
+            rises = getattr(last, f"{name}_low") > getattr(first, f"{name}_high")
+            change = "clearly falls" if falls else "clearly rises" if rises else "no clear change"
+            told.append(f"{what} {a:.2f} → {b:.2f} ({change})")
+        said.append(f"* {_task(task)}, position {first.position} → {last.position}: {', '.join(told)}.")
+    head = (
+        "Only places behind accepted tokens are tried, so that later positions stand for the parts of a text on which "
+        "draft and main model agree."
+    )
+    return "\n".join([head, "", *said])

@@ -5,6 +5,7 @@ It does not know how results look or what is said about them.
 """
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,15 @@ import pandas as pd
 
 from specdec_lab.errors import DataError
 from specdec_lab.statistics import ARM as CELL
-from specdec_lab.statistics import MACHINE, SETTINGS, fronts, interval, prompt_sums, resampled_sums
+from specdec_lab.statistics import (
+    MACHINE,
+    SETTINGS,
+    fronts,
+    interval,
+    prompt_sums,
+    ratio_interval,
+    resampled_sums,
+)
 from specdec_lab.theory import VerifyCurve
 
 TASKS = ("json", "code", "prose")  # shown before others
@@ -189,6 +198,107 @@ def positions(rows: pd.DataFrame, over: str) -> pd.DataFrame:
                 got = interval(sums["above"] / sums["below"], len(below))
             out.append((task, draft, depth + 1, got.value, got.low, got.high))
     return pd.DataFrame(out, columns=["task", "draft", "position", "value", "value_low", "value_high"])
+
+
+BINS = 8  # of entropy
+
+
+def tried(rows: pd.DataFrame) -> pd.DataFrame:
+    """A line per token that a lossless arm tried: task, draft, draft_length, prompt_id, entropy (nats), stays, depth.
+
+    entropy is that of the main model's distribution there; stays is 0 or 1.
+    """
+    lists = ["tried_entropy", "tried_stays", "tried_depth"]
+    table = _check(rows, [*ARM, "prompt_id", "acceptance_rule", *lists])
+    table = table[(table.draft != "none") & (table.acceptance_rule == "lossless")]
+    table = table[[*ARM, "prompt_id", *lists]].explode(lists, ignore_index=True).dropna()
+    table = table.rename(columns=lambda name: name.removeprefix("tried_"))
+    return table.astype({"entropy": float, "stays": float, "depth": int})
+
+
+Binned = tuple[np.ndarray, np.ndarray, int]  # tried and accepted, each [1 + resamples, bins], and prompts
+
+
+def _binned(rows: pd.DataFrame) -> tuple[list[float], dict[str, Binned]]:
+    """The median entropy of each bin, and per task what was tried and accepted there; bins hold equally many tokens."""
+    known = tried(rows)
+    edges = np.quantile(known.entropy, np.linspace(0, 1, BINS + 1)[1:-1]) if len(known) else []
+    known["bin"] = np.searchsorted(np.unique(edges), known.entropy)
+    middles, found = known.groupby("bin").entropy.median(), {}
+    for seed, task in enumerate(tasks_of(known)):
+        own = known[known.task == task].groupby(["prompt_id", "bin"]).stays.agg(["size", "sum"])
+        counts = {
+            (what, at): own[what].unstack(fill_value=0).reindex(columns=middles.index, fill_value=0)[at]
+            for what in ("size", "sum")
+            for at in middles.index
+        }
+        sums = resampled_sums({f"{what} {at}": column for (what, at), column in counts.items()}, seed=seed)
+        size, stays = (np.stack([sums[f"{what} {at}"] for at in middles.index], 1) for what in ("size", "sum"))
+        found[task] = size, stays, own.index.get_level_values(0).nunique()
+    return list(middles), found
+
+
+def entropy_bins(rows: pd.DataFrame) -> pd.DataFrame:
+    """Per task and bin of entropy: the bin's median, the share of the task's tried tokens, and which share stays.
+
+    Of all lossless arms together. value: what stays, with value_low and value_high; NaN where a bin is empty.
+    """
+    middles, found = _binned(rows)
+    out = []
+    for task, (size, stays, prompts) in found.items():
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shares, rates = size / size.sum(1, keepdims=True), stays / size
+        for at, entropy in enumerate(middles):
+            got = interval(rates[:, at], prompts)
+            out.append((task, entropy, shares[0, at], got.value, got.low, got.high))
+    return pd.DataFrame(out, columns=["task", "entropy", "share", "value", "value_low", "value_high"])
+
+
+def entropy_parts(rows: pd.DataFrame) -> pd.DataFrame:
+    """How two tasks' α differ: because their entropies are distributed differently, and at equal entropy.
+
+    A line per pair: total, of_entropy and at_equal, each with _low and _high; total is their sum (Kitagawa's
+    decomposition of a difference between rates, over bins of entropy, both tasks' weights averaged).
+    """
+    _, found = _binned(rows)
+    out = []
+    for a, b in combinations(found, 2):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            weights = [size / size.sum(1, keepdims=True) for size, _, _ in (found[a], found[b])]
+            rates = [stays / size for size, stays, _ in (found[a], found[b])]
+        # a bin that one of them leaves empty holds no difference at equal entropy
+        ours, theirs = (np.where(np.isnan(x), y, x) for x, y in (rates, rates[::-1]))
+        of_entropy = np.nansum((weights[0] - weights[1]) * (ours + theirs) / 2, 1)
+        at_equal = np.nansum((ours - theirs) * (weights[0] + weights[1]) / 2, 1)
+        line: dict[str, Any] = {"task": a, "other": b}
+        samples = {"total": of_entropy + at_equal, "of_entropy": of_entropy, "at_equal": at_equal}
+        for name, values in samples.items():
+            got = interval(values, min(found[a][2], found[b][2]))
+            line |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+        out.append(line)
+    names = [f"{name}{end}" for name in ("total", "of_entropy", "at_equal") for end in ("", "_low", "_high")]
+    return pd.DataFrame(out, columns=["task", "other", *names])
+
+
+def entropy_positions(rows: pd.DataFrame) -> pd.DataFrame:
+    """Per task and position of the longest drafts: the share of tried tokens that stays, and their mean entropy.
+
+    Of all lossless arms of that length together; columns stays and entropy, each with _low and _high.
+    """
+    known, out = tried(rows), []
+    known = known[known.draft_length == known.groupby("draft").draft_length.transform("max")]
+    for task in tasks_of(known):
+        own = known[known.task == task]
+        prompts = sorted(set(own.prompt_id))
+        for depth, there in own.groupby("depth"):
+            sums = there.groupby("prompt_id")[["stays", "entropy"]].agg(["size", "sum"]).reindex(prompts, fill_value=0)
+            line = {"task": task, "position": depth}
+            for name in ("stays", "entropy"):
+                got = ratio_interval(sums[name]["sum"], sums[name]["size"])
+                line |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
+            out.append(line)
+    names = [f"{name}{end}" for name in ("stays", "entropy") for end in ("", "_low", "_high")]
+    return pd.DataFrame(out, columns=["task", "position", *names])
 
 
 def curves(rows: pd.DataFrame) -> pd.DataFrame:

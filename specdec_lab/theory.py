@@ -61,6 +61,30 @@ def expected_tokens(alpha: float, draft_length: int) -> float:
     return sum(alpha**i for i in range(draft_length + 1))
 
 
+def most_tokens(alpha: float, candidates: int = 1) -> float:
+    """What no chain's τ exceeds at this α, however long it is and however positions differ: 1 / (1 − α).
+
+    By counting: a step rejects one token at most, so accepted tokens per step are at most α / (1 − α), and one more is
+    emitted. Several candidates are chains that may share their beginnings: each rejection ends one of them at least,
+    so a step rejects `candidates` at most. Of rules that put one token after the other to the test.
+    """
+    require("alpha", alpha, 0 <= alpha <= 1, "0 … 1")
+    require("candidates", candidates, candidates >= 1, "an integer >= 1")
+    return 1 + candidates * alpha / (1 - alpha) if alpha < 1 else float("inf")
+
+
+def alpha_of(rate: float, draft_length: int) -> float:
+    """The α at which this share of a chain's γ drafted tokens is accepted: expected_tokens = 1 + γ · rate."""
+    require("rate", rate, 0 <= rate <= 1, "0 … 1")
+    require("draft_length", draft_length, draft_length >= 1, "an integer >= 1")
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        less = expected_tokens(middle, draft_length) < 1 + draft_length * rate
+        low, high = (middle, high) if less else (low, middle)
+    return high
+
+
 def speedup(alpha: float, draft_length: int, c: float, curve: VerifyCurve | None = None) -> float:
     """Expected speed-up: τ / (γ c + T(γ + 1) / T(1)); without a curve, verification costs one forward."""
     require("c", c, c >= 0, "a number >= 0")
