@@ -12,7 +12,7 @@ MODEL  := $(VENV)/.model
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model sweep grid lab test lint types pytest bench verify format clean distclean
+.PHONY: help setup model sweep grid report lab test lint types pytest bench verify format clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -45,6 +45,9 @@ sweep: $(MODEL)  ## main job: sizes x tasks x draft lengths, with figures and a 
 
 grid: $(MODEL)  ## best setting per task: lengths x candidates x rules x thresholds; about 20 minutes
 	$(BIN)/specdec-lab grid
+
+report: $(READY)  ## the articles' claims beside what sweep and grid measured; build/report.html
+	$(BIN)/specdec-lab report
 
 lab: $(MODEL)  ## JupyterLab on notebooks/
 	$(BIN)/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -127,8 +127,20 @@ def _parser() -> argparse.ArgumentParser:
     grid.add_argument("--full", action="store_true", default=None, help="the articles' whole grid; about a day")
     _notebook_options(grid)
 
+    report = command("report", _report, "run 09_report.ipynb: the articles' claims beside what was measured, as HTML")
+    report.add_argument("--sweep", help="folder that `sweep` filled")
+    report.add_argument("--grid", help="folder that `grid` filled")
+    report.add_argument("--bench", help="file that `bench --readme` wrote")
+    report.add_argument("--draft_length", type=int, help="of the articles' example; default 16")
+    report.add_argument("--candidate_count", type=int, help="of the articles' example; default 4")
+    report.add_argument("--tries", type=int, help="of a whole text; default 3")
+    report.add_argument("--figures", help="folder of the figures")
+    report.add_argument("--html", help="the page; default build/report.html")
+
     run = command("run", _run, "execute a notebook with parameters; unknown ones are refused")
-    run.add_argument("notebook", help="02_experiment, 03_ratio_sweep, 04_threshold_grid, 08_distill_drafts, or a path")
+    run.add_argument(
+        "notebook", help="02_experiment, 03_ratio_sweep, 04_threshold_grid, 08_distill_drafts, 09_report, or a path"
+    )
     run.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="VALUE is YAML")
     run.add_argument("--out", help="the executed copy; default build/notebooks/<name>.ipynb")
 
@@ -617,12 +629,21 @@ def _grid(args: argparse.Namespace) -> Any:
     return _run_notebook(args, "04_threshold_grid", given)
 
 
+def _report(args: argparse.Namespace) -> Any:
+    from specdec_lab.claims import Example
+
+    given = _notebook_settings(args)
+    Example(**{name: given[name] for name in ("draft_length", "candidate_count", "tries") if name in given})
+    return _run_notebook(args, "09_report", given)
+
+
 def _notebook_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The parameters that were given, files and folders absolute, as a notebook runs in the project's root."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     given = {name: value for name, value in given.items() if name not in ("command", "run", "json")}
     given |= {name: _absolute(given[name]) for name in ("main", "draft", "drafts", "tasks") if name in given}
-    given |= {name: str(Path(given[name]).expanduser().resolve()) for name in ("results", "figures") if name in given}
+    paths = ("results", "figures", "sweep", "grid", "bench", "html")
+    given |= {name: str(Path(given[name]).expanduser().resolve()) for name in paths if name in given}
     if given:  # the figures of a default run are the ones README shows
         given.setdefault("figures", "build/figures")
     return given

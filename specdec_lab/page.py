@@ -56,7 +56,18 @@ footer { margin-top: 3rem; color: var(--soft); font-size: 0.85rem; }
 # a browser that opens the page loads nothing and runs nothing, whatever a text holds
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
-_html = mistune.create_markdown(escape=True, plugins=["table"])
+
+class _Alone(mistune.HTMLRenderer):
+    """Leaves out what would lead out of the page."""
+
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        return text
+
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        return text
+
+
+_html = mistune.create_markdown(renderer=_Alone(escape=True), plugins=["table"])
 
 
 class Page:

@@ -138,8 +138,7 @@ def _legend(fig: Figure, handles: Sequence[Any], title: str = "") -> None:
     room = fig.get_figwidth() * 72  # points
     widths = [TextPath((0, 0), str(handle.get_label()), size=9).get_extents().width + 38 for handle in handles]
     for columns in range(len(handles), 0, -1):
-        lines = -(-len(handles) // columns)
-        if sum(max(widths[i : i + lines]) for i in range(0, len(handles), lines)) <= room:
+        if sum(map(max, np.array_split(widths, columns))) <= room:  # as matplotlib fills columns
             break
     look = {"handletextpad": 0.5, "columnspacing": 1.5, "borderaxespad": 0.1}
     fig.legend(handles=list(handles), loc="outside upper center", ncols=columns, title=title or None, **look)
@@ -655,6 +654,7 @@ def by_place(table: pd.DataFrame, xlabel: str, doubling: bool = False) -> Figure
 
 
 LOSS = {True: ("o", "lossless"), False: ("s", "lossy")}  # marker, name
+LEAST = 1e-3  # nats; what is lower is drawn there
 
 
 @style()
@@ -742,22 +742,22 @@ def entropy(rows: pd.DataFrame) -> Figure:
     """Acceptance of tried tokens against the main model's entropy, a line per task; beside it how entropies spread."""
     table, known = tables.entropy_bins(rows), tables.tried(rows)
     fig = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-    left, right = fig.subplots(1, 2)
+    left, right = fig.subplots(1, 2, sharex=True)
     tasks, colours, markers = tasks_of(known), _colours(known), dict(zip(tasks_of(known), "osD" + OTHERS, strict=False))
     for index, task in enumerate(tasks):
         line = table[table.task == task]
         look = {**BAR, "linestyle": "-", "linewidth": 0.9, "markersize": 4.5, "marker": markers[task]}
-        x = line.entropy + 0.02 * (index - (len(tasks) - 1) / 2)
+        x = line.entropy.clip(lower=LEAST) * 1.12 ** (index - (len(tasks) - 1) / 2)
         left.errorbar(x, line.value, _errors(line, "value"), **look, color=colours[task])
-        values = np.sort(known[known.task == task].entropy)
-        share = np.arange(1, len(values) + 1) / len(values)
-        right.step(values, share, where="post", color=colours[task])
+        values = np.sort(known[known.task == task].entropy).clip(LEAST)
+        right.step(values, np.arange(1, len(values) + 1) / len(values), where="post", color=colours[task])
         at = np.linspace(0.1, 0.9, 5)  # markers tell the lines apart in grey
         right.plot(np.quantile(values, at), at, color=colours[task], marker=markers[task], markersize=4.5, linestyle="")
-    left.set(xlabel="main model's entropy (nats, middle of a bin)", ylim=(-0.04, 1.04))
+    for ax in (left, right):
+        ax.set(xscale="log", xlabel="main model's entropy (nats)", ylim=(-0.04, 1.04))
+        ax.xaxis.set_major_formatter("{x:g}")
     left.set_ylabel("accepted, share of those tried")
-    right.set(xlabel="main model's entropy (nats)", ylabel="share of tried tokens below it", ylim=(0, 1.04))
-    right.set_xlim(left=0)
+    right.set_ylabel("share of tried tokens below it")
     _legend(fig, [_key(markers[task], title(task), color=colours[task], linestyle="-") for task in tasks])
     return fig
 

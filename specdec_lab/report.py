@@ -146,7 +146,7 @@ def _rows(name: str, folder: Path) -> tuple[pd.DataFrame | None, list[str]]:
     largest = max(groups, key=lambda keys: int(rows.part.isin(keys).sum()))
     if len(groups) > 1:
         many = len(parts) - len(largest)
-        notes.append(f"{many} parts in {_shown(folder)} have other settings than most and are left out.")
+        notes.append(f"{many} of {len(parts)} parts in {_shown(folder)} have other settings than most: left out.")
     rows = _latest(rows[rows.part.isin(largest)])
     if name == "grid":
         rows["round"] = rows.groupby("task").prompts.rank(method="dense", na_option="bottom").astype(int)

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from specdec_lab.metrics import METRICS, acceptance_by_position, position_counts, repeated_ngrams, summarise, totals
+from specdec_lab.metrics import (
+    METRICS,
+    acceptance_by_position,
+    position_counts,
+    repeated_ngrams,
+    summarise,
+    totals,
+    tried,
+)
 from specdec_lab.trace import Step, Trace
 
 FATES = {"a": "accepted", "r": "rejected", "u": "untried"}
@@ -196,6 +204,16 @@ def test_positions_in_a_tree_are_depths() -> None:
     counts = position_counts([tree])
     assert acceptance_by_position(counts) == [1 / 2, 1 / 2]
     assert acceptance_by_position(counts, conditional=True) == [1 / 2, 1]
+
+
+def test_tried_tokens_of_a_tree_have_entropy_fate_and_depth() -> None:
+    tree = step("raru", parents=[-1, -1, 1, 1])
+    tree.entropy = [0.1, 0.2, 0.3, 0.4]
+    assert tried([Trace(1, steps=[tree, step("a")])]) == {
+        "entropy": [0.1, 0.2, 0.3, 0.5],
+        "stays": [False, True, False, True],
+        "depth": [1, 1, 2, 1],
+    }
 
 
 def test_repeated_ngrams() -> None:

@@ -16,10 +16,11 @@ import pytest
 
 from specdec_lab import cli
 from specdec_lab.errors import DataError, SpecdecError, UnknownNameError
+from specdec_lab.experiment import grid, sweep
 from specdec_lab.notebooks import find_notebook, from_root, notebooks, parameters_of, project_root, run_notebook
 from specdec_lab.tuning import Search
 
-NAMES = ["02_experiment", "03_ratio_sweep", "04_threshold_grid", "08_distill_drafts"]
+NAMES = ["02_experiment", "03_ratio_sweep", "04_threshold_grid", "08_distill_drafts", "09_report"]
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
@@ -94,6 +95,22 @@ def test_the_grid_runs_to_its_end(tiny: dict[str, Any], tmp_path: Path, tiny_dra
     assert len(list((tmp_path / "results").glob("*.parquet"))) == 2, "a part for each round"
 
 
+@pytest.mark.slow
+def test_the_report_runs_to_its_end_with_and_without_results(tiny: dict[str, Any], tmp_path: Path) -> None:
+    tasks, folder = [str(tmp_path / "own.jsonl")], tmp_path / "results"
+    sweep(grid([tiny["main"]], ["ngram"], tasks, [2], prompts=5, max_new_tokens=8, threads=1), folder, progress=False)
+    (folder / "0.parquet").write_text("broken")
+    page, nothing = tmp_path / "page.html", str(tmp_path / "nothing")
+    given = {"grid": nothing, "bench": nothing, "figures": tiny["figures"], "html": str(page)}
+    for sweep_folder, pictures in ((folder, 5), (nothing, 1)):
+        out = run_notebook("09_report", {**given, "sweep": str(sweep_folder)}, tmp_path / "out.ipynb", quiet=True)
+        assert "".join(outputs(out, "stdout")).endswith(f"the page is {page}\n09_report finished\n")
+        text = page.read_text(encoding="utf-8")
+        assert text.count("<img ") == len(outputs(out, "image/png")) == pictures
+        assert "<script" not in text
+        assert ("0.parquet is not a whole part file" in text) == (sweep_folder == folder)
+
+
 def test_the_grids_defaults_are_those_of_the_search() -> None:
     defaults = {field.name: field.default for field in fields(Search)}
     for name, value in values_of("04_threshold_grid").items():
@@ -141,8 +158,9 @@ def test_notebooks_are_thin_titled_and_annotated(name: str) -> None:
 def test_the_command_line_and_the_sweep_agree_on_names() -> None:
     passed = {"main", "drafts", "tasks", "draft_lengths", "prompts", "max_new_tokens", "seed", "threads"}
     assert passed | {"temperature", "results", "figures"} <= set(parameters_of("03_ratio_sweep"))
-    args = cli._parser().parse_args(["grid"])
-    assert set(vars(args)) - {"command", "run", "json"} == set(parameters_of("04_threshold_grid"))
+    for command, name in (("grid", "04_threshold_grid"), ("report", "09_report")):
+        args = cli._parser().parse_args([command])
+        assert set(vars(args)) - {"command", "run", "json"} == set(parameters_of(name))
 
 
 # ---- what is refused

@@ -8,10 +8,12 @@ from specdec_lab.errors import SettingError
 from specdec_lab.models import zoo
 from specdec_lab.theory import (
     VerifyCurve,
+    alpha_of,
     best_draft_length,
     break_even,
     expected_tokens,
     measure_verify_curve,
+    most_tokens,
     speedup,
 )
 
@@ -30,6 +32,29 @@ def test_expected_tokens_is_what_simulated_chains_emit(alpha: float, draft_lengt
 def test_expected_tokens_in_closed_form() -> None:
     assert expected_tokens(0.8, 4) == pytest.approx((1 - 0.8**5) / (1 - 0.8))
     assert expected_tokens(1.0, 4) == 5
+
+
+@pytest.mark.parametrize("candidates", [1, 4])
+def test_no_step_emits_more_than_alpha_allows_however_positions_differ(candidates: int) -> None:
+    """Each step tries its candidates' places in turn, with rates of its own; the best case reaches the bound."""
+    rng = np.random.default_rng(0)
+    for rejects in (None, candidates):  # what random steps reject, and as much as they can
+        rejected = rng.integers(0, candidates + 1, 1000) if rejects is None else np.full(1000, rejects)
+        accepted = rng.integers(0, 9, 1000)
+        alpha, tau = accepted.sum() / (accepted.sum() + rejected.sum()), 1 + accepted.mean()
+        bound = most_tokens(alpha, candidates)
+        assert tau <= bound + 1e-9
+        assert (tau == pytest.approx(bound)) == (rejects is not None)
+    assert most_tokens(0.5) == 2 == pytest.approx(expected_tokens(0.5, 60))
+    assert most_tokens(1.0) == float("inf")
+
+
+def test_the_alpha_behind_a_share_of_drafted_tokens() -> None:
+    for alpha in (0.2, 0.74, 0.99):
+        rate = (expected_tokens(alpha, 16) - 1) / 16
+        assert alpha_of(rate, 16) == pytest.approx(alpha, abs=1e-9)
+    with pytest.raises(SettingError, match="rate"):
+        alpha_of(1.2, 16)
 
 
 def test_the_curve_between_and_beyond_what_was_measured() -> None:
