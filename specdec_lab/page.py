@@ -114,7 +114,8 @@ class Page:
 
 def _piece(piece: Piece, heading: str) -> str:
     if isinstance(piece, pd.DataFrame):
-        return f'<div class="table">{_html(as_markdown(piece))}</div>'
+        whole = as_markdown(piece).replace(" … ", "\u00a0…\u00a0").replace(" = ", "\u00a0=\u00a0")  # on one line
+        return f'<div class="table">{_html(whole)}</div>'
     if isinstance(piece, Picture):
         image = io.BytesIO()
         with plots.style():

@@ -684,7 +684,7 @@ def settings(arms: pd.DataFrame) -> Figure:
             ax.errorbar(x, y, **bars, **{**BAR, "capsize": 0.0, "markersize": 4.5 if told else 2.5}, **look)
         ax.set(xlabel="acceptance probability α", xlim=(-0.04, 1.04))
         ax.margins(y=0.1)
-    keys = [_key(marker, f"{name}, {(table.lossless == lossless).sum()} settings and tasks",
+    keys = [_key(marker, f"{name}, {(table.lossless == lossless).sum()} points",
                  markerfacecolor="0.25" if lossless else "white")
             for lossless, (marker, name) in LOSS.items() if (table.lossless == lossless).any()]  # fmt: skip
     _legend(fig, [*keys, _key("", "plain loop", **PLAIN)])
@@ -706,7 +706,8 @@ def ceilings(arms: pd.DataFrame | None, how: Example) -> Figure:
             lambda x: 1 + how.draft_length * x,
         ),
     }
-    top, colours = 5.0, {claim.task: TASKS[claim.task] for claim in CLAIMS}
+    highest = 0.0 if arms is None else float(arms.speculative_speedup.max())
+    top, colours = max(5.0, 1.1 * highest), {claim.task: TASKS[claim.task] for claim in CLAIMS}
     for ax, (name, (said, most)) in zip(axes, readings.items(), strict=True):
         x = np.linspace(0, 0.999, 400)
         y = np.array([most(value) for value in x])
@@ -726,7 +727,7 @@ def ceilings(arms: pd.DataFrame | None, how: Example) -> Figure:
                 look = {"color": colours.get(str(task), "0.5"), "marker": "o", "markersize": 4, "linestyle": "none"}
                 ax.plot(line[name], line.speculative_speedup, **look, markeredgecolor="white", zorder=4)
         ax.axhline(1, **PLAIN, zorder=1)
-        ax.set(xlim=(0, 1), ylim=(0.5, top), title=said, xlabel="acceptance rate")
+        ax.set(xlim=(0, 1), ylim=(0, top), title=said, xlabel="acceptance rate")
         ax.yaxis.set_major_formatter("{x:g}×")
     axes[0].set_ylabel("speed-up over the plain loop")
     keys: list[Any] = [_key("*", f"{claim.task}, claimed", color=colours[claim.task], markersize=11,

@@ -440,14 +440,14 @@ def settings(arms: pd.DataFrame) -> str:
         rank = own[["acceptance_probability", "throughput"]].rank().corr().iloc[0, 1]
         out = [f"{SYMBOLS[name]} {getattr(fastest, name):g}" for name, (low, high) in RANGES.items()
                if not pd.isna(getattr(fastest, name)) and not low <= getattr(fastest, name) <= high]  # fmt: skip
-        lossy = "lossless" if fastest.acceptance_rule == "lossless" else f"lossy, NLL {rise(fastest)}"
+        price = "" if fastest.acceptance_rule == "lossless" else f", lossy, NLL {rise(fastest)}"
         where = f"outside the articles' ranges ({', '.join(out)})" if out else "inside the articles' ranges"
         said.append(
-            f"* {_task(task)}: of {len(own)} settings the fastest is {short(fastest.draft)}, {tables.cell(fastest)} "
-            f"({lossy}), {with_interval(fastest, 'speculative_speedup', unit='×')}, {where}; rank correlation of α and "
-            f"throughput {number(rank)}."
+            f"* {_task(task)}: of {len(own)} settings the fastest is {short(fastest.draft)}, {tables.cell(fastest)}, "
+            f"with {with_interval(fastest, 'speculative_speedup', unit='×')}{price}, {where}; rank correlation of α "
+            f"and throughput {number(rank)}."
         )
-    head = "Acceptance alone does not make speed: what drafting and verifying cost stands against it."
+    head = "Fastest of those with an interval, where any has one. Small points have none, on too few prompts for it."
     return "\n".join([head, "", *said])
 
 

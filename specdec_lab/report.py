@@ -1,20 +1,15 @@
-"""The report: what sweeps measured, beside what the articles claim.
+"""The report: what was measured, beside what the articles claim. Each function gives the pieces under one heading.
 
-It reads part files, whatever made them, says what is missing or broken and which command makes it, and gives the
-pieces of each section of a page. It runs no model. What the claims allow is in claims, what figures look like in plots.
+What the claims allow is in claims, how results are read in results, what figures look like in plots.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from specdec_lab import experiment, plots, readings, tables
+from specdec_lab import plots, readings, tables
 from specdec_lab.claims import (
     BEST_RATIO,
     CLAIMS,
@@ -27,153 +22,13 @@ from specdec_lab.claims import (
     Example,
     ceilings,
 )
-from specdec_lab.errors import DataError
-from specdec_lab.notebooks import project_root
 from specdec_lab.page import Picture, Piece
 from specdec_lab.readings import with_interval
-from specdec_lab.statistics import ARM, SETTINGS, summary
+from specdec_lab.results import RATIOS, Results
 from specdec_lab.tables import title
 from specdec_lab.theory import VerifyCurve
-from specdec_lab.tuning import standings
 
-RATIOS = ("1:2", "1:3", "1:4")
-FOLDERS = {"sweep": "data/results/ratio_sweep", "grid": "data/results/threshold_grid"}
-SAME = ["main", *SETTINGS, "dtype", "threads", "cpu", "gpu"]  # what the parts that are shown together have in common
-SHOWN = {
-    "acceptance_probability": "α",
-    "draft_acceptance_rate": "accepted / drafted",
-}
-
-
-@dataclass(frozen=True)
-class Results:
-    """Rows of the sweep and of the grid (with `round`), None where there are none; the benchmark; what to say of them.
-
-    notes: sentences of Markdown on what is missing, broken or left out, and what to do.
-    """
-
-    sweep: pd.DataFrame | None = None
-    grid: pd.DataFrame | None = None
-    bench: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = ()
-
-    @cached_property
-    def sweep_arms(self) -> pd.DataFrame | None:
-        """experiment.summary of the sweep."""
-        return None if self.sweep is None else summary(self.sweep)
-
-    @cached_property
-    def grid_arms(self) -> pd.DataFrame | None:
-        """tuning.standings of the grid."""
-        return None if self.grid is None else standings(self.grid)
-
-    @cached_property
-    def arms(self) -> pd.DataFrame | None:
-        """Every setting of both once, as the round with the most prompts measured it, and the plain loops."""
-        found = []
-        if self.sweep_arms is not None:
-            found.append(self.sweep_arms)
-        if self.grid_arms is not None:
-            last = self.grid_arms["round"] == self.grid_arms.reached
-            found.append(self.grid_arms[last | (self.grid_arms.draft == "none")])
-        return pd.concat(found, ignore_index=True) if found else None
-
-    @cached_property
-    def parts(self) -> pd.DataFrame:
-        """One row per part file with its settings and provenance, by the part's key."""
-        found = [rows for rows in (self.sweep, self.grid) if rows is not None]
-        return pd.concat([rows.drop_duplicates("part") for rows in found]).set_index("part")
-
-
-# ---- reading
-
-
-def read(sweep: Path, grid: Path, bench: Path) -> Results:
-    """What there is of the folders of `specdec-lab sweep` and `grid`, and of the benchmark's JSON file.
-
-    Raises nothing for what is missing or broken: that stands in `notes`.
-    """
-    sweep_rows, notes = _rows("sweep", sweep)
-    grid_rows, more = _rows("grid", grid)
-    notes += more
-    for rows, name, folder in ((sweep_rows, "sweep", sweep), (grid_rows, "grid", grid)):
-        wanted = [claim.task for claim in CLAIMS]
-        lacking = [] if rows is None else [task for task in wanted if task not in set(rows.task)]
-        lacking += [] if rows is None or name == "grid" else [r for r in RATIOS if r not in set(rows.draft)]
-        if lacking:
-            command = _command(name, folder)
-            notes.append(
-                f"The {name} has no results of {', '.join(lacking)}: `{command}`, with the settings of the rest, makes "
-                "them."
-            )
-    try:
-        found = json.loads(bench.read_text(encoding="utf-8"))
-        lines = [row for row in found["rows"] if row["mode"] == "greedy" and row["arm"] in ("plain", "fastest")]
-        result = {"machine": found["machine"], "rows": lines, "plan": found["plan"]}
-    except FileNotFoundError:
-        result = None
-        notes.append(f"There is no benchmark in {_shown(bench)}: `specdec-lab bench --readme` makes it.")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        result = None
-        reason = f"{type(error).__name__}: {error}"
-        notes.append(f"{_shown(bench)} cannot be read ({reason}): `specdec-lab bench --readme` makes it anew.")
-    return Results(sweep_rows, grid_rows, result, tuple(notes))
-
-
-def _rows(name: str, folder: Path) -> tuple[pd.DataFrame | None, list[str]]:
-    """The rows of the whole parts of one setting, and what is to be said of the others."""
-    found, notes, command = [], [], _command(name, folder)
-    for path in sorted(folder.glob("[!.]*.parquet")):
-        try:
-            found.append(experiment.load(folder, [path.stem]))
-        except DataError as error:
-            said = str(error).replace(f"{folder}/", "")
-            notes.append(
-                f"**Left out:** {said}. `{command}`, with the settings of the rest, measures its block again; if the "
-                "file stays as it is, it belongs to no block of these settings: delete it."
-            )
-    if not found:
-        notes.append(f"There are no results of the {name} in {_shown(folder)}: `{command}` makes them.")
-        return None, notes
-    rows = pd.concat(found, ignore_index=True)
-    parts = rows[rows.draft != "none"].drop_duplicates("part", keep="first")
-    # a sweep compares drafts, on the same prompts; a grid compares rules of one draft, on more prompts round by round
-    same = [*SAME, "prompts" if name == "sweep" else "draft"]
-    groups = parts.groupby(same, dropna=False).part.agg(list)
-    if groups.empty:
-        notes.append(f"The results in {_shown(folder)} hold the plain loop alone: `{command}` measures drafts.")
-        return None, notes
-    largest = max(groups, key=lambda keys: int(rows.part.isin(keys).sum()))
-    if len(groups) > 1:
-        many = len(parts) - len(largest)
-        notes.append(f"{many} of {len(parts)} parts in {_shown(folder)} have other settings than most: left out.")
-    rows = _latest(rows[rows.part.isin(largest)])
-    if name == "grid":
-        rows["round"] = rows.groupby("task").prompts.rank(method="dense", na_option="bottom").astype(int)
-    return rows, notes
-
-
-def _latest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Each arm once per task and number of prompts asked for, as measured last; and the plain loops beside them."""
-    arm = ["task", "prompts", *ARM]
-    drafted = rows[rows.draft != "none"]
-    last = drafted.sort_values("date").drop_duplicates(arm, keep="last")[[*arm, "part"]]
-    kept = drafted.merge(last, on=[*arm, "part"])
-    plain = rows[(rows.draft == "none") & rows.part.isin(set(kept.part))]
-    return pd.concat([plain, kept], ignore_index=True)
-
-
-def _command(name: str, folder: Path) -> str:
-    where = _shown(folder)
-    return f"specdec-lab {name}" + ("" if where == FOLDERS[name] else f" --results {where}")
-
-
-def _shown(path: Path) -> str:
-    """A path from the project's root, where it is inside."""
-    return str(path.relative_to(project_root()) if path.is_relative_to(project_root()) else path)
-
-
-# ---- sections: each gives the pieces under one heading
+SHOWN = {"acceptance_probability": "α", "draft_acceptance_rate": "accepted / drafted"}
 
 
 def sources(results: Results) -> list[Piece]:
@@ -210,9 +65,9 @@ def measured(results: Results, how: Example) -> list[Piece]:
     lines = [line for claim in CLAIMS for line in [*_claimed(claim), *(line for line, _ in ours[claim.task])]]
     text = (
         "Speed-ups of the articles stand as claimed; they give no intervals, and do not say what their rate is a share "
-        "of. Ours are decoding alone, prefill left out, over the plain loop beside it, with 95 % intervals (bootstrap "
-        "over prompts). *Lossless*: greedy replies are the main model's own, token for token. The best of many "
-        "settings is a little less good than it looks, as its prompts had a say in the picking."
+        "of (hence ?). Ours are decoding alone, prefill left out, over the plain loop beside it, with 95 % intervals "
+        "(bootstrap over prompts). *Lossless*: greedy replies are the main model's own, token for token. The best of "
+        "many settings is a little less good than it looks, as its prompts had a say in the picking."
     )
     verdicts = [f"* {_verdict(claim, ours[claim.task], how)}" for claim in CLAIMS]
     return [text, pd.DataFrame(lines), "\n".join(verdicts)]
@@ -221,7 +76,7 @@ def measured(results: Results, how: Example) -> list[Piece]:
 def _claimed(claim: Claim) -> list[dict[str, str]]:
     first = {"task": title(claim.task), "row": "article 1", "setting": "not said", "text": "“acceptable impact”"}
     first |= {"speed-up (95 %)": f"{claim.speedup}×", "tokens/s, plain → drafting": "–"}
-    rate = f"{claim.acceptance:.1%} of one or the other"
+    rate = f"{claim.acceptance:.1%}?"
     first |= {"α": rate, "accepted / drafted": rate, "prompts": "–", "hardware": HARDWARE["article 1"]}
     second = {"row": "article 2", "text": "“preserving output quality”", "hardware": HARDWARE["article 2"]}
     second |= {"tokens/s, plain → drafting": f"{claim.plain:,.0f} → {claim.drafting:,.0f}"}
@@ -261,7 +116,7 @@ def _line(results: Results, arms: pd.DataFrame, row: str) -> list[Line]:
     line = {
         "task": title(best.task),
         "row": row,
-        "setting": f"{tables.short(best.draft)}, {tables.cell(best)}",
+        "setting": f"{tables.short(best.draft)}, {tables.cell(best).removeprefix('lossless, ')}",
         "text": f"lossless{same}" if lossless else f"lossy, NLL {readings.rise(best)}",
         "speed-up (95 %)": with_interval(best, "speculative_speedup", unit="×"),
         "tokens/s, plain → drafting": f"{speed / best.speculative_speedup:.1f} → {speed:.1f}",
@@ -321,7 +176,7 @@ def _verdict(claim: Claim, ours: Sequence[Line], how: Example) -> str:
         return f"{head}**not measured yet**{can}."
     line, (_, low, high) = max(rows, key=lambda row: row[1][0])
     judged = "reproduced" if low >= claim.least else "not reproduced" if high < claim.least else "undecided"
-    return f"{head}**{judged}**: {line['row']} reaches {line['speed-up (95 %)']} without loss{can}."
+    return f"{head}**{judged}**: {line['row']} reaches {line['speed-up (95 %)']} without loss, at α {line['α']}{can}."
 
 
 def costs(results: Results) -> dict[str, tuple[float, VerifyCurve]]:
@@ -348,13 +203,13 @@ def possible(results: Results, how: Example) -> list[Piece]:
     lines = [_ceiling_line(ceiling) for ceiling in found]
     said = readings.possible(found, how)
     at = "; ".join(f"{title(task)} c = {c:.3f}" for task, (c, _) in known.items())
-    why = (
-        f"Costs are those of the cheapest draft of the sweep ({at}) and the median of its verify-cost curves. "
-        * bool(at)
-    )
+    about = (
+        f"Our costs: those of the cheapest draft of the sweep ({at}) and the median of its verify-cost curves, "
+        "positions being alike; other hardware has others. "
+    ) * bool(at)
     table = pd.DataFrame(lines)
     picture = Picture("ceilings", plots.ceilings(results.arms, how), said)
-    return [head, means, table, why + "Rounding counts in a claim's favour.", picture]
+    return [head, means, table, about + "Rounding counts in a claim's favour.", picture]
 
 
 def _ceiling_line(ceiling: Ceiling) -> dict[str, str]:

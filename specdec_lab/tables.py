@@ -216,7 +216,7 @@ def tried(rows: pd.DataFrame) -> pd.DataFrame:
     return table.astype({"entropy": float, "stays": float, "depth": int})
 
 
-Binned = tuple[np.ndarray, np.ndarray, int]  # tried and accepted, each [1 + resamples, bins], and prompts
+Binned = tuple[np.ndarray, np.ndarray, list[int]]  # tried and accepted, each [1 + resamples, bins]; prompts of each
 
 
 def _binned(rows: pd.DataFrame) -> tuple[list[float], dict[str, Binned]]:
@@ -234,14 +234,15 @@ def _binned(rows: pd.DataFrame) -> tuple[list[float], dict[str, Binned]]:
         }
         sums = resampled_sums({f"{what} {at}": column for (what, at), column in counts.items()}, seed=seed)
         size, stays = (np.stack([sums[f"{what} {at}"] for at in middles.index], 1) for what in ("size", "sum"))
-        found[task] = size, stays, own.index.get_level_values(0).nunique()
+        found[task] = size, stays, [int((counts["size", at] > 0).sum()) for at in middles.index]
     return list(middles), found
 
 
 def entropy_bins(rows: pd.DataFrame) -> pd.DataFrame:
     """Per task and bin of entropy: the bin's median, the share of the task's tried tokens, and which share stays.
 
-    Of all lossless arms together. value: what stays, with value_low and value_high; NaN where a bin is empty.
+    Of all lossless arms together. value: what stays, with value_low and value_high; NaN where a bin is empty. A bin
+    that too few prompts reach has no interval.
     """
     middles, found = _binned(rows)
     out = []
@@ -249,7 +250,7 @@ def entropy_bins(rows: pd.DataFrame) -> pd.DataFrame:
         with np.errstate(divide="ignore", invalid="ignore"):
             shares, rates = size / size.sum(1, keepdims=True), stays / size
         for at, entropy in enumerate(middles):
-            got = interval(rates[:, at], prompts)
+            got = interval(rates[:, at], prompts[at])
             out.append((task, entropy, shares[0, at], got.value, got.low, got.high))
     return pd.DataFrame(out, columns=["task", "entropy", "share", "value", "value_low", "value_high"])
 
@@ -260,8 +261,8 @@ def entropy_parts(rows: pd.DataFrame) -> pd.DataFrame:
     A line per pair: total, of_entropy and at_equal, each with _low and _high; total is their sum (Kitagawa's
     decomposition of a difference between rates, over bins of entropy, both tasks' weights averaged).
     """
-    _, found = _binned(rows)
-    out = []
+    (_, found), out = _binned(rows), []
+    prompts = tried(rows).groupby("task").prompt_id.nunique()
     for a, b in combinations(found, 2):
         with np.errstate(divide="ignore", invalid="ignore"):
             weights = [size / size.sum(1, keepdims=True) for size, _, _ in (found[a], found[b])]
@@ -273,7 +274,7 @@ def entropy_parts(rows: pd.DataFrame) -> pd.DataFrame:
         line: dict[str, Any] = {"task": a, "other": b}
         samples = {"total": of_entropy + at_equal, "of_entropy": of_entropy, "at_equal": at_equal}
         for name, values in samples.items():
-            got = interval(values, min(found[a][2], found[b][2]))
+            got = interval(values, min(prompts[a], prompts[b]))
             line |= {name: got.value, f"{name}_low": got.low, f"{name}_high": got.high}
         out.append(line)
     names = [f"{name}{end}" for name in ("total", "of_entropy", "at_equal") for end in ("", "_low", "_high")]
@@ -283,15 +284,15 @@ def entropy_parts(rows: pd.DataFrame) -> pd.DataFrame:
 def entropy_positions(rows: pd.DataFrame) -> pd.DataFrame:
     """Per task and position of the longest drafts: the share of tried tokens that stays, and their mean entropy.
 
-    Of all lossless arms of that length together; columns stays and entropy, each with _low and _high.
+    Of all lossless arms of that length together; columns stays and entropy, each with _low and _high, over the prompts
+    that reach the position.
     """
     known, out = tried(rows), []
     known = known[known.draft_length == known.groupby("draft").draft_length.transform("max")]
     for task in tasks_of(known):
         own = known[known.task == task]
-        prompts = sorted(set(own.prompt_id))
         for depth, there in own.groupby("depth"):
-            sums = there.groupby("prompt_id")[["stays", "entropy"]].agg(["size", "sum"]).reindex(prompts, fill_value=0)
+            sums = there.groupby("prompt_id")[["stays", "entropy"]].agg(["size", "sum"])
             line = {"task": task, "position": depth}
             for name in ("stays", "entropy"):
                 got = ratio_interval(sums[name]["sum"], sums[name]["size"])

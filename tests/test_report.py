@@ -15,8 +15,9 @@ from specdec_lab import plots, readings, report, tables
 from specdec_lab.claims import CLAIMS, MEANINGS, Claim, Example, ceilings
 from specdec_lab.errors import DataError, SettingError
 from specdec_lab.experiment import grid, sweep
+from specdec_lab.notebooks import project_root
 from specdec_lab.page import Page, Picture
-from specdec_lab.report import Results
+from specdec_lab.results import FOLDERS, Results, _latest, command_of, read
 from specdec_lab.theory import VerifyCurve
 from specdec_lab.tuning import Search
 
@@ -114,6 +115,12 @@ def test_bins_hold_what_was_tried_there() -> None:
     assert bins.value.to_dict() == {0.1: pytest.approx(0.9), 1.0: pytest.approx(0.5), 3.0: pytest.approx(0.2)}
     lossy = rows.assign(acceptance_rule="typical", tried_stays=[[True] * 60] * len(rows))
     assert tables.entropy_bins(pd.concat([rows, lossy])).equals(tables.entropy_bins(rows)), "lossy rules say nothing"
+    few = rows.assign(tried_entropy=[x if i < 3 else [0.1] * 60 for i, x in enumerate(rows.tried_entropy)])
+    assert tables.entropy_bins(few).set_index("entropy").value_low.isna().to_dict() == {
+        0.1: False,
+        1.0: True,
+        3.0: True,
+    }
     places = tables.entropy_positions(rows)
     assert list(places.position) == [1, 2]
     assert places.entropy.mean() == pytest.approx((30 * 0.1 + 20 * 1.0 + 10 * 3.0) / 60)
@@ -150,7 +157,7 @@ def folders(
 @pytest.fixture(scope="module")
 def results(folders: tuple[Path, Path], files: dict[str, str], tiny_draft_folder: str) -> Results:
     """As if they were of the articles' tasks, with a draft of the bundled family in the sweep."""
-    found = report.read(*folders, NONE / "bench.json")
+    found = read(*folders, NONE / "bench.json")
     assert found.sweep is not None
     assert found.grid is not None
     swept = found.sweep.replace({"draft": {tiny_draft_folder: "1:3"}, "task": files})
@@ -210,11 +217,11 @@ def test_lossy_settings_are_hollow_squares(results: Results) -> None:
     assert ("o", True) not in looks
     counts = [text.get_text() for text in fig.legends[0].texts]
     drafted = results.arms[results.arms.draft != "none"]
-    assert f"lossy, {(drafted.acceptance_rule != 'lossless').sum()} settings and tasks" in counts
+    assert f"lossy, {(drafted.acceptance_rule != 'lossless').sum()} points" in counts
 
 
 def test_without_results_the_claims_are_left() -> None:
-    nothing, how = report.read(NONE / "a", NONE / "b", NONE / "c.json"), Example()
+    nothing, how = read(NONE / "a", NONE / "b", NONE / "c.json"), Example()
     said = str(report.sources(nothing)[0])
     assert "`specdec-lab sweep --results /nowhere/a` makes them" in said
     assert "`specdec-lab grid --results /nowhere/b` makes them" in said
@@ -225,15 +232,15 @@ def test_without_results_the_claims_are_left() -> None:
 
 
 def test_the_folders_of_the_commands_are_not_named() -> None:
-    for name, folder in report.FOLDERS.items():
-        assert report._command(name, report.project_root() / folder) == f"specdec-lab {name}"
+    for name, folder in FOLDERS.items():
+        assert command_of(name, project_root() / folder) == f"specdec-lab {name}"
 
 
 def test_a_broken_part_is_told_and_the_others_count(folders: tuple[Path, Path], tmp_path: Path) -> None:
     swept = Path(shutil.copytree(folders[0], tmp_path / "swept"))
     broken, *whole = sorted(swept.glob("*.parquet"))
     broken.write_bytes(broken.read_bytes()[:1000])
-    found = report.read(swept, NONE, NONE)
+    found = read(swept, NONE, NONE)
     assert found.sweep is not None
     assert set(found.sweep.part) == {path.stem for path in whole}
     (note,) = [note for note in found.notes if "Left out" in note]
@@ -246,10 +253,10 @@ def test_parts_of_other_settings_are_left_out_and_told(
     folders: tuple[Path, Path], files: dict[str, str], tiny_folder: str, tmp_path: Path
 ) -> None:
     swept = Path(shutil.copytree(folders[0], tmp_path / "swept"))
-    before = report.read(swept, NONE, NONE)
+    before = read(swept, NONE, NONE)
     other: dict[str, Any] = {"prompts": 2, "max_new_tokens": 4, "threads": 1}
     sweep(grid([tiny_folder], ["ngram"], list(files)[:1], [1], **other), swept, progress=False)
-    after = report.read(swept, NONE, NONE)
+    after = read(swept, NONE, NONE)
     assert after.sweep is not None
     assert before.sweep is not None
     assert len(after.sweep) == len(before.sweep)
@@ -259,13 +266,13 @@ def test_parts_of_other_settings_are_left_out_and_told(
 def test_what_was_measured_twice_counts_once(results: Results) -> None:
     assert results.sweep is not None
     again = results.sweep.assign(part=results.sweep.part + "x", date="2999", throughput_marker=1)
-    kept = report._latest(pd.concat([again, results.sweep], ignore_index=True))
+    kept = _latest(pd.concat([again, results.sweep], ignore_index=True))
     assert len(kept) == len(results.sweep)
     assert set(kept.date) == {"2999"}
 
 
 def test_the_benchmark_is_read_or_told(tmp_path: Path, results: Results) -> None:
-    found = report.read(NONE, NONE, report.project_root() / "data/results/bench.json")
+    found = read(NONE, NONE, project_root() / "data/results/bench.json")
     assert found.bench is not None
     line, bounds = report._bench_line(found, "json")[0]
     assert bounds is not None
@@ -274,7 +281,7 @@ def test_the_benchmark_is_read_or_told(tmp_path: Path, results: Results) -> None
     assert line["speed-up (95 %)"].startswith(f"{value:.2f}×")
     for text in ("{", "[]", '{"rows": [{}]}'):
         (tmp_path / "bench.json").write_text(text)
-        notes = report.read(NONE, NONE, tmp_path / "bench.json").notes
+        notes = read(NONE, NONE, tmp_path / "bench.json").notes
         assert "makes it anew" in notes[-1]
 
 
@@ -282,10 +289,10 @@ def test_the_benchmark_is_read_or_told(tmp_path: Path, results: Results) -> None
     ("low", "high", "judged"), [(3.76, 4.2, "reproduced"), (2.9, 3.7, "not reproduced"), (3.0, 3.9, "undecided")]
 )
 def test_verdicts_follow_intervals(low: float, high: float, judged: str) -> None:
-    line = {"row": "best without loss", "speed-up (95 %)": "x"}
+    line = {"row": "best without loss", "speed-up (95 %)": "x", "α": "y"}
     lossy: report.Line = ({"row": "lossy", "speed-up (95 %)": "9×"}, None)
     said = report._verdict(CLAIMS[0], [(line, ((low + high) / 2, low, high)), lossy], Example())
-    assert f"**{judged}**: best without loss reaches x" in said
+    assert f"**{judged}**: best without loss reaches x without loss, at α y" in said
     assert "impossible" not in said
     unknown = Claim("x", 3.0, 0.623, 1, 3)
     assert "**not measured yet**" in report._verdict(unknown, [lossy], Example())
