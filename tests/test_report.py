@@ -106,6 +106,11 @@ def test_a_difference_is_split_into_entropy_and_what_is_left() -> None:
     assert pair.of_entropy == pytest.approx(0)
     assert pair.at_equal == pytest.approx(pair.total) == pytest.approx(0.2)
     assert "json accepting more" in readings.entropy(rows)
+    ours, theirs = tokens("json", {0.1: 30, 3.0: 10}, same), tokens("prose", {0.1: 10, 3.0: 30}, {0.1: 0.5, 3.0: 0.1})
+    (pair,) = tables.entropy_parts(pd.concat([ours, theirs])).itertuples()
+    assert pair.of_entropy == pytest.approx(0.5 * (0.7 - 0.2)), "both tasks' rates averaged"
+    assert pair.at_equal == pytest.approx(0.5 * 0.4 + 0.5 * 0.2), "both tasks' weights averaged"
+    assert pair.total == pytest.approx(0.75 - 0.2)
 
 
 def test_bins_hold_what_was_tried_there() -> None:
@@ -116,11 +121,8 @@ def test_bins_hold_what_was_tried_there() -> None:
     lossy = rows.assign(acceptance_rule="typical", tried_stays=[[True] * 60] * len(rows))
     assert tables.entropy_bins(pd.concat([rows, lossy])).equals(tables.entropy_bins(rows)), "lossy rules say nothing"
     few = rows.assign(tried_entropy=[x if i < 3 else [0.1] * 60 for i, x in enumerate(rows.tried_entropy)])
-    assert tables.entropy_bins(few).set_index("entropy").value_low.isna().to_dict() == {
-        0.1: False,
-        1.0: True,
-        3.0: True,
-    }
+    unknown = tables.entropy_bins(few).set_index("entropy").value_low.isna()
+    assert unknown.to_dict() == {0.1: False, 1.0: True}, "three prompts are too few for an interval"
     places = tables.entropy_positions(rows)
     assert list(places.position) == [1, 2]
     assert places.entropy.mean() == pytest.approx((30 * 0.1 + 20 * 1.0 + 10 * 3.0) / 60)
