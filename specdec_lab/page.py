@@ -51,6 +51,7 @@ img { max-width: 100%; width: 54rem; background: #fff; padding: 0.6rem; border: 
   border-radius: 6px; box-sizing: border-box; }
 code { font-size: 0.9em; background: var(--head); padding: 0.1em 0.3em; border-radius: 4px; }
 footer { margin-top: 3rem; color: var(--soft); font-size: 0.85rem; }
+@media (max-width: 1200px) { table { font-size: 0.76rem; } th, td { padding: 0.3rem 0.4rem; } }
 @media print { .table { overflow: visible; } h2, figure, tr { break-inside: avoid; } }
 """
 # a browser that opens the page loads nothing and runs nothing, whatever a text holds
@@ -114,7 +115,9 @@ class Page:
 
 def _piece(piece: Piece, heading: str) -> str:
     if isinstance(piece, pd.DataFrame):
-        whole = as_markdown(piece).replace(" … ", "\u00a0…\u00a0").replace(" = ", "\u00a0=\u00a0")  # on one line
+        whole = as_markdown(piece)
+        for sign in "…=→":  # what is around it stays on one line
+            whole = whole.replace(f" {sign} ", f"\u00a0{sign}\u00a0")
         return f'<div class="table">{_html(whole)}</div>'
     if isinstance(piece, Picture):
         image = io.BytesIO()

@@ -683,7 +683,7 @@ def settings(arms: pd.DataFrame) -> Figure:
             look |= {"marker": LOSS[bool(lossless)][0], "ecolor": (colours[task], 0.3), "zorder": 4 if lossless else 3}
             ax.errorbar(x, y, **bars, **{**BAR, "capsize": 0.0, "markersize": 4.5 if told else 2.5}, **look)
         ax.set(xlabel="acceptance probability α", xlim=(-0.04, 1.04))
-        ax.margins(y=0.1)
+        ax.set_ylim(bottom=0)
     keys = [_key(marker, f"{name}, {(table.lossless == lossless).sum()} points",
                  markerfacecolor="0.25" if lossless else "white")
             for lossless, (marker, name) in LOSS.items() if (table.lossless == lossless).any()]  # fmt: skip

@@ -42,21 +42,20 @@ def sources(results: Results) -> list[Piece]:
             said.append(
                 f"{name}: main model {tables.short(first.main)} ({first.main_parameters / 1e6:.1f} M parameters), "
                 f"{how}, up to {first.max_new_tokens:.0f} new tokens, {' … '.join(map(str, counts))} prompts a task; "
-                f"{_machine(first)}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}."
+                f"{_machine(first)}, {first['dtype']}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}."
             )
     if results.bench is not None:
         plan, machine = results.bench["plan"], results.bench["machine"]
         said.append(
             f"Benchmark: profile `fastest`, greedy, {plan['max_new_tokens']} new tokens, {plan['prompts']} prompts a "
-            f"task; {machine['cpu']}, {machine['threads']} threads; {machine['date'][:10]}."
+            f"task; {_machine(machine)}; {machine['date'][:10]}."
         )
     return ["\n".join(f"* {line}" for line in [*said, *results.notes])]
 
 
-def _machine(row: pd.Series) -> str:
-    return (
-        f"{row.gpu or row.cpu}, {row.threads:.0f} thread{'s' if row.threads != 1 else ''}, {row['dtype'] or 'float32'}"
-    )
+def _machine(row: Mapping[str, Any] | pd.Series) -> str:
+    many = "" if row["threads"] == 1 else "s"
+    return f"{row['gpu'] or row['cpu']}, {row['threads']:.0f} thread{many}"
 
 
 def measured(results: Results, how: Example) -> list[Piece]:
@@ -156,8 +155,7 @@ def _bench_line(results: Results, task: str) -> list[Line]:
     line = {"task": title(task), "row": "profile `fastest` (benchmark)", "setting": f"γ ≤ {row['draft_length']}"}
     line |= {"text": same, "speed-up (95 %)": told, "tokens/s, plain → drafting": f"{plain:.1f} → {ours:.1f}"}
     line |= {"α": readings.bounded(alpha), "accepted / drafted": "–", "prompts": str(row["prompts"])}
-    kind = machine["gpu"] or machine["cpu"]
-    line |= {"hardware": f"{kind}, {machine['threads']} threads, {row['precision'] or 'float32'}"}
+    line |= {"hardware": _machine(machine)}
     return [(line, (value, low, high))]
 
 
