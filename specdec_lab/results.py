@@ -62,7 +62,7 @@ class Results:
     def parts(self) -> pd.DataFrame:
         """One row per part file with its settings and provenance, by the part's key."""
         found = [rows for rows in (self.sweep, self.grid) if rows is not None]
-        return pd.concat([rows.drop_duplicates("part") for rows in found]).set_index("part")
+        return pd.concat(found).drop_duplicates("part").set_index("part")
 
 
 def read(sweep: Path, grid: Path, bench: Path) -> Results:
@@ -141,6 +141,7 @@ def _latest(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def command_of(name: str, folder: Path) -> str:
+    """The command that fills a folder with results; name: sweep or grid."""
     where = shown(folder)
     return f"specdec-lab {name}" + ("" if where == FOLDERS[name] else f" --results {where}")
 
