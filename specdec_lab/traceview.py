@@ -140,9 +140,9 @@ def _chip(kind: str, text: str | None, special: bool = False, card: str = "") ->
     *lines, rest = (text or "").split("\n")
     boxes = "".join(f'<samp>{_safe(line)}<i class="sd-return"></i></samp>\n' for line in lines)
     if rest or not lines:
-        boxes += f"<samp{' class=sd-rest' * (text is None)}>{_safe(rest)}</samp>"
-    dim = " sd-special" * (special or SPECIAL.fullmatch(text or "") is not None)
-    return f'<span class="sd-chip sd-{kind}{dim}">{boxes}{card}</span>'
+        boxes += f"<samp>{_safe(rest)}</samp>"
+    more = " sd-rest" if text is None else " sd-special" if special or SPECIAL.fullmatch(text) else ""
+    return f'<span class="sd-chip sd-{kind}{more}">{boxes}{card}</span>'
 
 
 # ---- numbers
