@@ -1,0 +1,383 @@
+"""The explorer: controls, a run in the background, and what it says. Widgets only.
+
+session runs, whatif predicts, traceview and panels write the HTML. A run lives in a thread of its own, so that the
+kernel goes on answering; it is asked to stop between two steps.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ipywidgets as widgets
+
+from specdec_lab import panels, traceview
+from specdec_lab.acceptance import RULES
+from specdec_lab.control import MAX_CANDIDATES
+from specdec_lab.errors import SpecdecError, UnknownNameError
+from specdec_lab.models.zoo import BUNDLED
+from specdec_lab.notebooks import from_root
+from specdec_lab.session import Outcome, Progress, Session, Setting, repeat
+from specdec_lab.tasks import load_prompts
+from specdec_lab.whatif import BY_TOKEN, LONGEST, WhatIf
+
+TASKS = ("json", "code", "prose")
+OWN = "own"
+DRAFTS = {
+    **{f"{ratio} of the main model": ratio for ratio in ("1:2", "1:3", "1:4")},
+    **{"feature: reads hidden states": "feature", "n-gram: looks up the text": "ngram"},
+    **{"n-gram, then feature": "ngram+feature", "none: plain decoding": "none", "own model": OWN},
+}
+PROMPTS = 20  # of each task, to choose from
+KEPT = 30  # runs in the history
+EVERY = 0.15  # seconds between two looks at a text that grows
+SCRATCH = "build/explorer"  # prompts of runs that are repeated in batch
+
+
+class Worker:
+    """Runs the latest setting it was given, in a thread; one that comes while another runs takes its place.
+
+    show: called with all that the session yields; done: with a message for people, empty for none, once nothing runs.
+    """
+
+    def __init__(
+        self, session: Session, show: Callable[[Progress | Outcome], None], done: Callable[[str], None]
+    ) -> None:
+        self._session, self._show, self._done = session, show, done
+        self._waiting: Setting | None = None
+        self._stopped = threading.Event()
+        self._changed = threading.Condition()
+        self.busy = False
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def run(self, setting: Setting) -> None:
+        """Start it; what runs now is stopped."""
+        with self._changed:
+            self._waiting, self.busy = setting, True
+            self._stopped.set()
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Stop what runs after the step it is in."""
+        with self._changed:
+            self._waiting = None
+            self._stopped.set()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None)
+                setting, self._waiting = self._waiting, None
+                self._stopped.clear()
+            assert setting is not None
+            said = ""
+            try:
+                self._follow(self._session.run(setting))
+            except SpecdecError as error:
+                said = str(error)
+            except Exception as error:  # a thread that dies would leave the page without a word
+                said = f"{type(error).__name__}: {error}"
+            with self._changed:
+                self.busy = self._waiting is not None
+                if not self.busy:
+                    self._done(said)
+
+    def _follow(self, progress: Iterator[Progress | Outcome]) -> None:
+        shown, now = 0.0, None
+        for now in progress:
+            stopped = self._stopped.is_set()
+            growing = isinstance(now, Progress) and now.made is not None
+            if stopped or not growing or time.monotonic() - shown >= EVERY:
+                self._show(now)
+                shown = time.monotonic()
+            if stopped:
+                return
+
+
+class Explorer:
+    """The page. `page` is what a notebook displays; controls: values to begin with, by the names of Setting."""
+
+    def __init__(self, session: Session | None = None, **controls: Any) -> None:
+        self.outcomes: list[Outcome] = []
+        self._whatif: WhatIf | None = None
+        self._filling = False
+        self.controls = _controls()
+        self._begin_with(controls)
+        self.run_button = widgets.Button(description="Run", button_style="primary", icon="play")
+        self.stop_button = widgets.Button(description="Stop", icon="stop", disabled=True)
+        self.live = widgets.Checkbox(description="live: run when a control is released", indent=False)
+        self.status, self.numbers, self.text = _html(), _html(), _html()
+        self.step_slider = widgets.IntSlider(description="step", min=1, max=1, layout=widgets.Layout(width="auto"))
+        self.step_view, self.reasons, self.predicted, self.runs, self.sides = (_html() for _ in range(5))
+        self.saved, self.command = _html(), _html()
+        self.command_button = widgets.Button(description="command for papermill", layout=widgets.Layout(width="auto"))
+        self.what_length = widgets.IntSlider(4, 1, 16, description="draft length", style=_LABEL, layout=_wide())
+        self.what_threshold = widgets.FloatSlider(0.3, min=0, max=1, step=0.05, description="threshold", style=_LABEL)
+        self.what_rule = widgets.Dropdown(options=[r for r in BY_TOKEN if r != "lossless"], description="rule")
+        self.first, self.second = (widgets.Dropdown(description=name) for name in ("run", "beside"))
+        self.page = self._laid_out()
+        self._worker = Worker(session or Session(), self._show, self._finished)
+        self._listen()
+        self._refresh()
+        self._show_runs()
+
+    # ---- controls
+
+    @property
+    def setting(self) -> Setting:
+        """What the controls say."""
+        at = {name: control.value for name, control in self.controls.items()}
+        main = at["own_main"].strip() if at["main"] == OWN else at["main"]
+        draft = at["own_draft"].strip() if at["draft"] == OWN else at["draft"]
+        names = ("draft_length", "candidate_count", "acceptance_rule", "acceptance_threshold", "temperature", "seed")
+        task = at["task"] if at["task"] in TASKS else "prose"
+        rest = {name: at[name] for name in (*names, "max_new_tokens")}
+        return Setting(at["prompt"], task, main, draft, **rest)
+
+    def run(self) -> None:
+        """Run what the controls say."""
+        for name in ("own_main", "own_draft"):
+            if self._asked(name) and not self.controls[name].value.strip():
+                return self._say(f"{_LABELS[name]}: name a folder, a GGUF file or a hub id", "error")
+        setting = self.setting
+        try:
+            _ = setting.arm
+        except SpecdecError as error:
+            return self._say(str(error), "error")
+        self._worker.run(setting)
+        self._refresh()
+
+    def stop(self) -> None:
+        """Stop the run; what there is of its text stays."""
+        self._worker.stop()
+
+    def _begin_with(self, values: dict[str, Any]) -> None:
+        for name in values:
+            if name not in self.controls:
+                raise UnknownNameError("control", name, self.controls)
+        self._fill_prompts()
+        for name in ("main", "draft"):
+            known = self.controls[name].options
+            if name in values and values[name] not in dict(known).values():
+                self.controls[f"own_{name}"].value, values[name] = values[name], OWN
+        for name, value in values.items():
+            self.controls[name].value = value
+        if "prompt" not in values:
+            self.controls["prompt"].value = self.controls["example"].value or ""
+
+    def _fill_prompts(self) -> None:
+        """The shipped prompts of the task, to choose from; none for own text."""
+        task, example = self.controls["task"].value, self.controls["example"]
+        rows = load_prompts(task, PROMPTS) if task in TASKS else []
+        example.options = [
+            (f"{place}: {' '.join(row.prompt.split())[:70]}", row.prompt) for place, row in enumerate(rows, 1)
+        ]
+        example.value = rows[0].prompt if rows else None
+
+    def _asked(self, name: str) -> bool:
+        return bool(self.controls[name.removeprefix("own_")].value == OWN)
+
+    def _listen(self) -> None:
+        self.run_button.on_click(lambda _: self.run())
+        self.stop_button.on_click(lambda _: self.stop())
+        for name, control in self.controls.items():
+            control.observe(lambda change, name=name: self._changed(name), "value")
+        self.live.observe(lambda change: change["new"] and self.run(), "value")
+        self.step_slider.observe(lambda change: self._show_step(), "value")
+        for control in (self.what_length, self.what_threshold, self.what_rule):
+            control.observe(lambda change: self._show_whatif(), "value")
+        for control in (self.first, self.second):
+            control.observe(lambda change: self._show_sides(), "value")
+        self.command_button.on_click(lambda _: self._show_command())
+
+    def _changed(self, name: str) -> None:
+        if self._filling:
+            return
+        self._filling = True
+        at = self.controls
+        if name == "task":
+            self._fill_prompts()
+        if name in ("task", "example") and at["example"].value is not None:
+            at["prompt"].value = at["example"].value
+        if name == "prompt" and at["prompt"].value != at["example"].value:
+            at["example"].value = None  # the text is the user's now
+        if name == "acceptance_rule":
+            at["acceptance_threshold"].value = RULES[at["acceptance_rule"].value].threshold or 0.0
+        self._filling = False
+        self._refresh()
+        if self.live.value:
+            self.run()
+
+    def _refresh(self) -> None:
+        """Disable what makes no difference and say why; show only the fields that are asked for."""
+        setting = self.setting
+        idle = setting.idle
+        for name, control in self.controls.items():
+            control.disabled = name in idle
+            control.tooltip = idle.get(name, "")
+            if name.startswith("own_"):
+                control.layout.display = "" if self._asked(name) else "none"
+        self.stop_button.disabled = not self._worker.busy
+        if not self._worker.busy:
+            try:
+                _ = setting.arm
+                self._say("Ready. " + "; ".join(f"{_LABELS[n]}: {why}" for n, why in idle.items()))
+            except SpecdecError as error:
+                self._say(str(error), "error")
+
+    # ---- what the worker tells; called in its thread
+
+    def _show(self, now: Progress | Outcome) -> None:
+        if now.made is not None:
+            self.text.value = traceview.text(now.made.trace, now.token)
+        if isinstance(now, Progress):
+            return self._say(now.doing + " …")
+        if self.outcomes and self.outcomes[-1].made is now.made:
+            self.outcomes[-1] = now  # the same run, with its prediction
+        else:
+            self.outcomes = [*self.outcomes, now][-KEPT:]
+        self.numbers.value, self.reasons.value = panels.headline(now), panels.why(now)
+        self.step_slider.max = max(1, len(now.trace.steps))
+        self._whatif = now.whatif
+        self._show_step()
+        self._show_whatif()
+        self._show_runs()
+
+    def _finished(self, said: str) -> None:
+        self._refresh()
+        if said:
+            self._say(said, "error")
+
+    def _say(self, text: str, kind: str = "info") -> None:
+        self.status.value = panels.note(text, kind)
+
+    def _show_step(self) -> None:
+        if self.outcomes:
+            last = self.outcomes[-1]
+            at = min(self.step_slider.value, len(last.trace.steps)) - 1
+            self.step_view.value = traceview.step(last.trace, at, last.token)
+
+    def _show_whatif(self) -> None:
+        if self._whatif is None:
+            why = self.outcomes[-1].unexplained if self.outcomes else ""
+            self.predicted.value = panels.note(f"No prediction yet{': ' + why if why else ''}.")
+            return
+        rule = self.what_rule.value
+        if rule == "lenience" and self._whatif.greedy:
+            self.predicted.value = panels.note("lenience needs a temperature above 0; its greedy form is threshold.")
+            return
+        length, threshold = self.what_length.value, self.what_threshold.value
+        self.predicted.value = panels.what_if(self._whatif, length, rule, threshold)
+
+    def _show_runs(self) -> None:
+        """The history, and which two of it are compared: the last two, until others are chosen."""
+        self.runs.value = panels.history(self.outcomes)
+        options = [(f"{i}: {panels.describe(each.setting)}", i) for i, each in enumerate(self.outcomes, 1)]
+        if len(options) != len(self.first.options):
+            for menu, place in ((self.first, -2), (self.second, -1)):
+                menu.options = options
+                menu.value = options[max(place, -len(options))][1] if options else None
+        self._show_sides()
+
+    def _show_sides(self) -> None:
+        chosen = [self.outcomes[menu.value - 1] for menu in (self.first, self.second) if menu.value]
+        self.sides.value = panels.comparison(*chosen) if len(chosen) == 2 and chosen[0] is not chosen[1] else ""
+        self.saved.value = panels.download(self.outcomes) if self.outcomes else ""
+        self.command.value = ""
+
+    def _show_command(self) -> None:
+        if self.second.value:
+            try:
+                told = panels.code(repeat(self.outcomes[self.second.value - 1].setting, from_root(SCRATCH)))
+            except SpecdecError as error:
+                told = panels.note(str(error), "error")
+            self.command.value = told
+
+    # ---- layout
+
+    def _laid_out(self) -> widgets.Widget:
+        sheet = _html(panels.style() + traceview.style())
+        buttons = widgets.HBox([self.run_button, self.stop_button])
+        fields = widgets.Box(list(self.controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
+        left = widgets.VBox([fields, buttons, self.live], layout=widgets.Layout(flex="1 1 290px", min_width="0"))
+        compare = widgets.HBox([self.first, self.second], layout=widgets.Layout(flex_flow="row wrap"))
+        export = widgets.HBox([self.saved, self.command_button], layout=widgets.Layout(flex_flow="row wrap"))
+        sliders = widgets.HBox(
+            [self.what_length, self.what_rule, self.what_threshold], layout=widgets.Layout(flex_flow="row wrap")
+        )
+        tabs = widgets.Tab(
+            [
+                widgets.VBox([self.step_slider, self.step_view]),
+                self.reasons,
+                widgets.VBox([sliders, self.predicted]),
+                widgets.VBox([self.runs, export, self.command, compare, self.sides]),
+            ],
+            titles=("Step by step", "Why", "What if", "History"),
+        )
+        legend = _html(traceview.legend())
+        right = widgets.VBox(
+            [self.status, self.numbers, legend, self.text, tabs], layout=widgets.Layout(flex="4 1 430px", min_width="0")
+        )
+        page = widgets.Box([sheet, left, right], layout=widgets.Layout(flex_flow="row wrap", align_items="flex-start"))
+        page.add_class("sl-explorer")
+        return page
+
+
+_LABELS = {
+    **{"task": "task", "example": "example", "prompt": "prompt", "main": "main model", "own_main": "its place"},
+    **{"draft": "draft", "own_draft": "its place", "draft_length": "draft length", "candidate_count": "candidates"},
+    **{"acceptance_rule": "acceptance", "acceptance_threshold": "threshold", "temperature": "temperature"},
+    **{"seed": "seed", "max_new_tokens": "max tokens"},
+}
+_LABEL = {"description_width": "88px"}
+
+
+def _controls() -> dict[str, Any]:
+    """A widget for every field of Setting, and those that fill some of them in."""
+    place = "folder, .gguf or hub id"
+    made: dict[str, Any] = {
+        "task": widgets.Dropdown(options=[*((task, task) for task in TASKS), ("own text", OWN)], value=TASKS[0]),
+        "example": widgets.Dropdown(options=[]),
+        "prompt": widgets.Textarea(rows=5, continuous_update=False),
+        "main": widgets.Dropdown(options=[("SmolLM2-135M (bundled)", BUNDLED), ("own model", OWN)]),
+        "own_main": widgets.Text(placeholder=place, continuous_update=False),
+        "draft": widgets.Dropdown(options=list(DRAFTS.items()), value="1:4"),
+        "own_draft": widgets.Text(placeholder=place, continuous_update=False),
+        "draft_length": widgets.IntSlider(4, 1, LONGEST),
+        "candidate_count": widgets.IntSlider(1, 1, MAX_CANDIDATES),
+        "acceptance_rule": widgets.Dropdown(options=list(RULES)),
+        "acceptance_threshold": widgets.FloatSlider(0.0, min=0, max=1, step=0.05),
+        "temperature": widgets.FloatSlider(0.0, min=0, max=2, step=0.1),
+        "seed": widgets.BoundedIntText(0, min=0, max=2**31 - 1),
+        "max_new_tokens": widgets.IntSlider(64, 8, 256, step=8),
+    }
+    for name, control in made.items():
+        control.description, control.style.description_width = _LABELS[name], _LABEL["description_width"]
+        control.layout = _wide()
+        if hasattr(control, "continuous_update"):
+            control.continuous_update = False
+    return made
+
+
+def _wide() -> widgets.Layout:
+    return widgets.Layout(flex="1 1 260px", width="auto", min_width="0")
+
+
+def _html(value: str = "") -> widgets.HTML:
+    return widgets.HTML(value, layout=widgets.Layout(width="auto", min_width="0"))
+
+
+def explore(
+    device: str | None = None, dtype: str | None = None, threads: int | None = None, **controls: Any
+) -> Explorer:
+    """Display the explorer and run its first setting.
+
+    device, dtype, threads: as Session takes them; controls: values to begin with, by the names of Setting.
+    Raises UnknownNameError for a control that does not exist, SettingError for a value out of range.
+    """
+    from IPython.display import display
+
+    explorer = Explorer(Session(device, dtype, threads), **controls)
+    display(explorer.page)
+    explorer.run()
+    return explorer

@@ -1,0 +1,158 @@
+"""What one recorded run says about other draft lengths and thresholds, without running a model.
+
+Every drafted token has a chance to stay under each rule, from the p, q and entropy in its trace. A step of γ' tokens
+is taken to begin where the run's own steps began: exact at the run's own setting, but for the cut at the end of the
+text, and an estimate elsewhere. It knows chains and rules that judge token by token; no trees, no whole drafts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec_lab import theory
+from specdec_lab.acceptance import RULES
+from specdec_lab.errors import SettingError, require, share
+from specdec_lab.metrics import draft_cost_ratio, totals
+from specdec_lab.theory import VerifyCurve
+from specdec_lab.trace import Trace
+
+Floats = NDArray[np.float64]
+BY_TOKEN = ("lossless", "threshold", "typical", "lenience")
+LONGEST = 32  # tokens that are asked about
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A chain's records, [steps, γ] each and NaN where a step drafted less, and what its steps cost.
+
+    c, overhead and plain_overhead: seconds of a drafted token, of a step outside both models, and of that of the plain
+    loop, in units of the plain loop's main forward. greedy: whether the run was.
+    """
+
+    p: Floats
+    q: Floats
+    largest_p: Floats
+    entropy: Floats
+    overlap: Floats
+    greedy: bool
+    c: float
+    overhead: float
+    plain_overhead: float
+    curve: VerifyCurve
+
+    @classmethod
+    def of(cls, trace: Trace, plain: Trace, curve: VerifyCurve, greedy: bool) -> "WhatIf":
+        """From a run and the plain loop's; raises SettingError for trees, refused drafts, no drafts."""
+        steps = [step for step in trace.steps if step.drafted]
+        require("trace", "a trace without drafts", bool(steps), "one of a run that drafted")
+        chains = all(step.parents == list(range(-1, len(step.parents) - 1)) for step in steps)
+        require("trace", "a tree", chains and all(step.candidates == 1 for step in steps), "chains")
+        whole = any(step.next_kind == "refused" for step in trace.steps)
+        require("trace", "refused drafts", not whole, f"rules that judge token by token: {', '.join(BY_TOKEN)}")
+        width = max(len(step.drafted) for step in steps)
+        names = ("p", "q", "largest_p", "entropy", "overlap")
+        padded = {
+            name: np.array([[*getattr(step, name), *[np.nan] * (width - len(step.drafted))] for step in steps])
+            for name in names
+        }
+        ours, theirs = totals([trace]), totals([plain])
+        forward = theirs.verify_s / theirs.steps
+        return cls(
+            **padded,
+            greedy=greedy,
+            c=draft_cost_ratio(ours, theirs) or 0.0,
+            overhead=ours.other_s / ours.steps / forward,
+            plain_overhead=theirs.other_s / theirs.steps / forward,
+            curve=curve,
+        )
+
+    def chances(self, rule: str = "lossless", threshold: float = 1.0) -> Floats:
+        """The chance of every drafted token to stay once those before it do: [steps, γ], NaN where nothing is drafted.
+
+        Raises SettingError for a rule that does not judge token by token, and for lenience when decoding is greedy.
+        """
+        require("acceptance_rule", rule, rule in RULES and rule in BY_TOKEN, ", ".join(BY_TOKEN))
+        require("acceptance_threshold", threshold, share(threshold), "0 … 1")
+        if rule == "lenience" and self.greedy:
+            raise SettingError("acceptance_rule", rule, "threshold, as decoding is greedy")
+        if rule == "threshold":
+            stays = ((self.p > 0) & (self.p >= threshold * self.largest_p)).astype(float)
+        elif rule == "typical":
+            bar = np.minimum(threshold, np.sqrt(threshold) * np.exp(-self.entropy))
+            stays = ((self.p > 0) & (self.p >= bar)).astype(float)
+        elif self.greedy:
+            stays = self.overlap
+        else:
+            scale = threshold if rule == "lenience" else 1.0
+            with np.errstate(divide="ignore"):
+                stays = np.minimum(1.0, self.p / (scale * self.q))
+        return np.where(np.isnan(self.p), np.nan, stays)
+
+    def kept(self, draft_length: int, rule: str = "lossless", threshold: float = 1.0) -> Floats:
+        """Share of steps that keep 1, 2, … draft_length tokens or more: [draft_length].
+
+        Behind what was drafted, a token stays as often as those at all places did on the whole.
+        """
+        require("draft_length", draft_length, 1 <= draft_length <= LONGEST, f"an integer 1 … {LONGEST}")
+        stays = self.chances(rule, threshold)
+        reach = np.cumprod(stays, 1)  # [steps, γ] chance that all up to here stay
+        tried = np.hstack([np.ones((len(stays), 1)), reach[:, :-1]])[~np.isnan(stays)].sum()
+        usual = np.nansum(reach) / tried if tried else 0.0  # the pooled α
+        width = max(draft_length, stays.shape[1])
+        filled = np.full((len(stays), width), usual)
+        filled[:, : stays.shape[1]] = np.where(np.isnan(stays), usual, stays)
+        return np.cumprod(filled, 1).mean(0)[:draft_length]
+
+    def cost(self, draft_length: int) -> float:
+        """Of a step, in steps of the plain loop."""
+        step = draft_length * self.c + self.curve(draft_length + 1) + self.overhead
+        return step / (1 + self.plain_overhead)
+
+    def speedup(self, draft_length: int, rule: str = "lossless", threshold: float = 1.0) -> float:
+        """Expected tokens of a step over its cost."""
+        return float(1 + self.kept(draft_length, rule, threshold).sum()) / self.cost(draft_length)
+
+    def by_length(self, rule: str = "lossless", threshold: float = 1.0, most: int = 16) -> Floats:
+        """`speedup` at 1 … most tokens: [most]."""
+        tokens = 1 + np.cumsum(self.kept(most, rule, threshold))
+        return tokens / [self.cost(n) for n in range(1, most + 1)]
+
+    def foreign(self, draft_length: int, rule: str, threshold: float) -> float:
+        """Share of the tokens of a step, its last one included, that are kept and not the main model's first choice.
+
+        What a rule costs in quality when decoding is greedy; 0 for a lossless one. Within what was drafted.
+        """
+        stays = self.chances(rule, threshold)[:, :draft_length]
+        reach = np.nan_to_num(np.cumprod(stays, 1))
+        other = np.nan_to_num(self.overlap[:, :draft_length], nan=1.0) < 1 if self.greedy else np.zeros_like(reach)
+        return float((reach * other).sum() / (reach.sum() + len(reach)))
+
+
+@dataclass(frozen=True)
+class Lever:
+    """Something that could change, and the speed-up that theory expects then."""
+
+    name: str
+    change: str
+    speedup: float
+
+
+def levers(alpha: float, draft_length: int, c: float, curve: VerifyCurve) -> list[Lever]:
+    """What would help most, best first: another length, or half of what a better draft, step or forward lacks."""
+    best = theory.best_draft_length(alpha, c, curve)
+    way = "no" if not best else "longer" if best > draft_length else "shorter"
+    flat = VerifyCurve(curve.ks, tuple(1 + (r - 1) / 2 for r in curve.ratio), curve.seconds)
+
+    def found() -> Iterator[Lever]:
+        if best != draft_length:
+            yield Lever(f"{way} draft", f"γ {draft_length} → {best}", theory.speedup(alpha, best, c, curve))
+        better = (1 + alpha) / 2
+        yield Lever("better draft", f"α {alpha:.2f} → {better:.2f}", theory.speedup(better, draft_length, c, curve))
+        yield Lever("cheaper draft", f"c {c:.3f} → {c / 2:.3f}", theory.speedup(alpha, draft_length, c / 2, curve))
+        was, now = curve(draft_length + 1), flat(draft_length + 1)
+        change = f"T({draft_length + 1}) {was:.2f} → {now:.2f}"
+        yield Lever("flatter verification", change, theory.speedup(alpha, draft_length, c, flat))
+
+    return sorted(found(), key=lambda lever: -lever.speedup)
