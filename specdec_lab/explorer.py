@@ -30,7 +30,7 @@ DRAFTS = {
 }
 PROMPTS = 20  # of each task, to choose from
 KEPT = 30  # runs in the history
-EVERY = 0.15  # seconds between two looks at a text that grows
+EVERY = 0.25  # seconds between two looks at a text that grows
 SCRATCH = "build/explorer"  # prompts of runs that are repeated in batch
 
 
@@ -138,12 +138,14 @@ class Explorer:
         """Run what the controls say."""
         for name in ("own_main", "own_draft"):
             if self._asked(name) and not self.controls[name].value.strip():
-                return self._say(f"{_LABELS[name]}: name a folder, a GGUF file or a hub id", "error")
+                self._say(f"{_LABELS[name.removeprefix('own_')]}: name a folder, a GGUF file or a hub id", "error")
+                return
         setting = self.setting
         try:
             _ = setting.arm
         except SpecdecError as error:
-            return self._say(str(error), "error")
+            self._say(str(error), "error")
+            return
         self._worker.run(setting)
         self._refresh()
 
@@ -182,7 +184,7 @@ class Explorer:
         self.stop_button.on_click(lambda _: self.stop())
         for name, control in self.controls.items():
             control.observe(lambda change, name=name: self._changed(name), "value")
-        self.live.observe(lambda change: change["new"] and self.run(), "value")
+        self.live.observe(lambda change: self._run_live(), "value")
         self.step_slider.observe(lambda change: self._show_step(), "value")
         for control in (self.what_length, self.what_threshold, self.what_rule):
             control.observe(lambda change: self._show_whatif(), "value")
@@ -205,6 +207,9 @@ class Explorer:
             at["acceptance_threshold"].value = RULES[at["acceptance_rule"].value].threshold or 0.0
         self._filling = False
         self._refresh()
+        self._run_live()
+
+    def _run_live(self) -> None:
         if self.live.value:
             self.run()
 
@@ -229,9 +234,10 @@ class Explorer:
 
     def _show(self, now: Progress | Outcome) -> None:
         if now.made is not None:
-            self.text.value = traceview.text(now.made.trace, now.token)
+            self.text.value = panels.chips(now)
         if isinstance(now, Progress):
-            return self._say(now.doing + " …")
+            self._say(now.doing + " …")
+            return
         if self.outcomes and self.outcomes[-1].made is now.made:
             self.outcomes[-1] = now  # the same run, with its prediction
         else:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from specdec_lab import traceview
 from specdec_lab.metrics import acceptance_by_position, position_counts, totals
-from specdec_lab.session import Outcome, Setting, table
+from specdec_lab.session import Outcome, Progress, Setting, table
 from specdec_lab.tables import short
-from specdec_lab.whatif import WhatIf
+from specdec_lab.whatif import Floats, WhatIf
 
 CSS = Path(__file__).with_name("panels.css")
 NUMBERS = {  # of a run, as they are called on the page
@@ -24,7 +24,7 @@ NUMBERS = {  # of a run, as they are called on the page
     "draft_acceptance_rate": ("accepted / drafted", "{:.1%}"),
     "draft_cost_ratio": ("c", "{:.3f}"),
 }
-Line = tuple[str, str, Sequence[float], Sequence[float]]  # label, CSS class, x, y
+Line = tuple[str, str, Sequence[float], Sequence[float] | Floats]  # label, CSS class, x, y
 
 
 def style() -> str:
@@ -62,6 +62,11 @@ def note(text: str, kind: str = "info") -> str:
 def code(text: str) -> str:
     """A command to copy; a click selects all of it."""
     return f'<pre class="sl-code">{escape(text)}</pre>'
+
+
+def chips(run: Progress | Outcome) -> str:
+    """The text as chips, as far as it has got."""
+    return "" if run.made is None else traceview.text(run.made.trace, run.token, join=run.decode)
 
 
 def headline(outcome: Outcome) -> str:
@@ -196,7 +201,7 @@ def chart(lines: Sequence[Line], xlabel: str, ylabel: str = "predicted speed-up"
     Not matplotlib, which takes longer to draw than a slider may wait.
     """
     width, height, left, right, top, bottom = 310, 190, 48, 10, 8, 38
-    xs, ys = ([value for line in lines for value in line[axis]] for axis in (2, 3))
+    xs, ys = [a for line in lines for a in line[2]], [b for line in lines for b in line[3]]
     low, high, step = min(xs), max(xs), _step(max(1.0, *ys))
     peak = step * math.ceil(max(1.0, *ys) / step + 0.2)
 
@@ -262,7 +267,7 @@ def comparison(a: Outcome, b: Outcome) -> str:
     sides = []
     for each in (a, b):
         said = ", ".join(f"{label} {number(each.metrics[n], form)}" for n, (label, form) in NUMBERS.items())
-        body = traceview.text(each.trace, each.token)
+        body = chips(each)
         sides.append(f"<section><h4>{escape(describe(each.setting))}</h4><p>{escape(said)}</p>{body}</section>")
     ratio = _ratio(a, b)
     return f'{note(ratio)}<div class="sl-columns sl-two">{"".join(sides)}</div>'

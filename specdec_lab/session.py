@@ -26,6 +26,7 @@ from specdec_lab.theory import VerifyCurve, measure_verify_curve
 from specdec_lab.trace import Trace
 from specdec_lab.whatif import BY_TOKEN, Lever, WhatIf, levers
 
+Decode = Callable[[Sequence[int]], str]
 KS = (1, 2, 3, 5, 9, 17, 33)
 NOTEBOOK = "02_experiment"  # repeats a run in batch
 
@@ -90,27 +91,37 @@ class Setting:
         return arm
 
 
+class Readable:
+    """What holds a main model's `decode`: token ids → text."""
+
+    decode: Decode
+
+    def token(self, index: int) -> str:
+        """The text of one token id."""
+        return self.decode([index])
+
+
 @dataclass(frozen=True)
-class Progress:
-    """What a session is doing, and the text so far, where there is one; token: the text of a token id."""
+class Progress(Readable):
+    """What a session is doing, and the text so far, where there is one."""
 
     doing: str
     made: Generation | None = None
-    token: Callable[[int], str] = str
+    decode: Decode = str
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Readable):
     """A finished run beside the plain loop's reply to the same prompt and seed.
 
-    metrics: metrics.summarise of the two. token: the text of a token id. curve: None until it has been measured.
+    metrics: metrics.summarise of the two. curve: None until it has been measured.
     """
 
     setting: Setting
     made: Generation
     plain: Generation
     metrics: dict[str, Any]
-    token: Callable[[int], str]
+    decode: Decode
     curve: VerifyCurve | None = None
 
     @property
@@ -192,26 +203,23 @@ class Session:
             yield Progress(f"loading the draft {setting.draft}")
         decoder = self._decoder(arm)
         made = plain = None
-
-        def token(index: int) -> str:
-            return str(main.tokenizer.decode([index]))
-
+        decode: Decode = main.tokenizer.decode
         for made in self._stream(decoder, setting):
-            yield Progress(f"decoding: {len(made.tokens)} tokens", made, token)
+            yield Progress(f"decoding: {len(made.tokens)} tokens", made, decode)
         assert made is not None
         if arm is None:
             self._plain[setting.plain] = made
         elif setting.plain not in self._plain:
             for plain in self._stream(self._decoder(None), setting):
-                yield Progress(f"decoding without a draft, to compare: {len(plain.tokens)} tokens", made, token)
+                yield Progress(f"decoding without a draft, to compare: {len(plain.tokens)} tokens", made, decode)
             assert plain is not None
             self._plain[setting.plain] = plain
         plain = self._plain[setting.plain]
         found = summarise([made.trace], [plain.trace])
-        outcome = Outcome(setting, made, plain, found, token, self._curves.get(setting.main))
+        outcome = Outcome(setting, made, plain, found, decode, self._curves.get(setting.main))
         yield outcome
         if outcome.curve is None:
-            yield Progress("measuring what verification costs", made, token)
+            yield Progress("measuring what verification costs", made, decode)
             context = min(128, main.model.context_length // 2)
             self._curves[setting.main] = measure_verify_curve(main.model, KS, context, repeats=5)
             yield replace(outcome, curve=self._curves[setting.main])
@@ -275,7 +283,7 @@ def repeat(setting: Setting, folder: Path) -> str:
     file = folder / f"prompt-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
     require_writable(file)
     file.write_text(text, encoding="utf-8")
-    values = {"task": file.resolve(), "prompts": 1}
+    values: dict[str, Any] = {"task": file.resolve(), "prompts": 1}
     names = ("main", "draft", "draft_length", "max_new_tokens", "temperature", "seed")
     values |= {name: getattr(setting, name) for name in names}
     lossy = {"acceptance_rule": arm.acceptance_rule, "acceptance_threshold": arm.acceptance_threshold}
