@@ -12,7 +12,7 @@ MODEL  := $(VENV)/.model
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model sweep grid report lab test lint types pytest bench verify format clean distclean
+.PHONY: help setup model sweep grid report lab app test lint types pytest bench verify format clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -30,7 +30,7 @@ $(READY): pyproject.toml constraints.txt
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,structured]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[app,dev,structured]'
 	@touch $@
 
 model: $(MODEL)  ## the bundled main model, fetched once
@@ -52,6 +52,9 @@ report: $(READY)  ## the articles' claims beside what sweep and grid measured; b
 lab: $(MODEL)  ## JupyterLab on notebooks/
 	$(BIN)/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
+app: $(MODEL)  ## the explorer as a page of its own, served by Voila
+	$(BIN)/voila notebooks/01_explore.ipynb
+
 test: lint types pytest  ## every check: lint, types, clean notebooks, unit, notebook and browser tests
 
 lint: $(READY)  ## ruff and nbstripout, changing nothing
@@ -67,7 +70,7 @@ pytest: $(READY)
 	$(BIN)/pytest
 
 bench: $(MODEL)  ## speed of every way to decode, beside other systems; about 20 minutes
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,structured,bench]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[app,dev,structured,bench]'
 	$(BIN)/specdec-lab bench
 
 verify: $(MODEL)  ## greedy output against transformers: every draft, task and draft length

@@ -7,6 +7,7 @@ kernel goes on answering; it is asked to stop between two steps.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import ipywidgets as widgets
@@ -14,7 +15,7 @@ import ipywidgets as widgets
 from specdec_lab import panels, traceview
 from specdec_lab.acceptance import RULES
 from specdec_lab.control import MAX_CANDIDATES
-from specdec_lab.errors import SpecdecError, UnknownNameError
+from specdec_lab.errors import SpecdecError, UnknownNameError, require
 from specdec_lab.models.zoo import BUNDLED
 from specdec_lab.notebooks import from_root
 from specdec_lab.session import Outcome, Progress, Session, Setting, repeat
@@ -154,17 +155,17 @@ class Explorer:
         self._worker.stop()
 
     def _begin_with(self, values: dict[str, Any]) -> None:
-        for name in values:
-            if name not in self.controls:
-                raise UnknownNameError("control", name, self.controls)
-        self._fill_prompts()
-        for name in ("main", "draft"):
-            known = self.controls[name].options
-            if name in values and values[name] not in dict(known).values():
-                self.controls[f"own_{name}"].value, values[name] = values[name], OWN
+        known = [field.name for field in fields(Setting)]
         for name, value in values.items():
-            self.controls[name].value = value
-        if "prompt" not in values:
+            if name not in known:
+                raise UnknownNameError("control", name, known)
+            control = self.controls[name]
+            if name in ("main", "draft") and value not in dict(control.options).values():
+                self.controls[f"own_{name}"].value, value = value, OWN
+            control.value = value
+            require(name, value, control.value == value, "what its control reaches")
+        self._fill_prompts()
+        if not values.get("prompt"):
             self.controls["prompt"].value = self.controls["example"].value or ""
 
     def _fill_prompts(self) -> None:

@@ -71,7 +71,7 @@ def imports(folder: Path) -> Iterator[str]:
 def distributions(modules: set[str]) -> set[str]:
     """Names of the installed distributions that provide `modules`, this project and its tests left out."""
     providers = metadata.packages_distributions()
-    own = {"specdec_lab", *(path.stem for path in (ROOT / "tests").glob("*.py"))} | sys.stdlib_module_names
+    own = {"specdec_lab", *(path.stem for path in (ROOT / "tests").rglob("*.py"))} | sys.stdlib_module_names
     return {canonicalize_name(providers.get(name, [name])[0]) for name in modules - own}
 
 
@@ -127,7 +127,20 @@ def test_extras_named_in_errors_exist() -> None:
 
 def test_makefile_has_the_documented_targets() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"setup", "model", "sweep", "grid", "lab", "test", "bench", "verify", "lint", "types", "clean"} <= targets
+    assert {
+        "setup",
+        "model",
+        "sweep",
+        "grid",
+        "lab",
+        "app",
+        "test",
+        "bench",
+        "verify",
+        "lint",
+        "types",
+        "clean",
+    } <= targets
 
 
 def test_nothing_tracked_names_this_machine_or_a_registry() -> None:
