@@ -112,7 +112,7 @@ class Explorer:
         self.step_view, self.reasons, self.predicted, self.runs, self.sides = (_html() for _ in range(5))
         self.saved, self.command = _html(), _html()
         self.command_button = widgets.Button(description="command for papermill", layout=widgets.Layout(width="auto"))
-        self.what_length = widgets.IntSlider(4, 1, 16, description="draft length", style=_LABEL, layout=_wide())
+        self.what_length = widgets.IntSlider(4, 1, 16, description="length γ", style=_LABEL, layout=_wide())
         self.what_threshold = widgets.FloatSlider(0.3, min=0, max=1, step=0.05, description="threshold", style=_LABEL)
         self.what_rule = widgets.Dropdown(options=[r for r in BY_TOKEN if r != "lossless"], description="rule")
         self.first, self.second = (widgets.Dropdown(description=name) for name in ("run", "beside"))
@@ -165,8 +165,11 @@ class Explorer:
             control.value = value
             require(name, value, control.value == value, "what its control reaches")
         self._fill_prompts()
+        prompt, example = self.controls["prompt"], self.controls["example"]
         if not values.get("prompt"):
-            self.controls["prompt"].value = self.controls["example"].value or ""
+            prompt.value = example.value or ""
+        elif prompt.value != example.value:
+            example.value = None
 
     def _fill_prompts(self) -> None:
         """The shipped prompts of the task, to choose from; none for own text."""

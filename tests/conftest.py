@@ -24,6 +24,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if threads := os.environ.get("SPECDEC_TEST_THREADS"):
     os.environ["OMP_NUM_THREADS"] = threads
 
+pytest_plugins = ["driving"]  # of tests/browser
+
 BOS, EOS, PAD = 256, 257, 258
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -1,17 +1,27 @@
-"""JupyterLab in a real Chromium: a server with its own settings, and what a reader does with a notebook."""
+"""JupyterLab in a real Chromium: fixtures (a plugin of pytest), and what a reader does with a notebook.
+
+The server runs on copies of the notebooks with settings, data and workspace of its own, so that nothing of the
+user's Jupyter and nothing of an earlier run is seen. Screenshots stay under build/shots.
+"""
 
 import json
 import os
 import re
+import secrets
 import socket
+import subprocess
+import sys
+import time
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import pytest
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOTS = ROOT / "build" / "shots"
@@ -34,12 +44,20 @@ class Lab:
     token: str
     folder: Path
 
-    def answers(self) -> bool:
+
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the server answers there; fails with its log when it ends or takes too long."""
+    deadline = time.monotonic() + STARTED_WITHIN_S
+    while True:
         try:
-            with urllib.request.urlopen(f"{self.url}/api/status?token={self.token}", timeout=5) as reply:
-                return reply.status == 200
+            with urllib.request.urlopen(url, timeout=5) as reply:
+                if reply.status == 200:
+                    return
         except OSError:
-            return False
+            pass
+        if server.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"the server did not start:\n{log.read_text()}")
+        time.sleep(0.25)
 
 
 def free_port() -> int:
@@ -68,6 +86,58 @@ def isolated_environment(home: Path) -> dict[str, str]:
     dropped = ("MPLBACKEND", "JUPYTER_PATH")
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return inherited | {name: str(home / place) for name, place in places.items()} | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    home = tmp_path_factory.mktemp("lab")
+    folder = home / "checkout" / "notebooks"
+    folder.mkdir(parents=True)
+    port, token, log = free_port(), secrets.token_hex(8), home / "lab.log"
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+    command += [f"--port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}"]
+    command += [f"--ServerApp.root_dir={folder}", "--LabApp.extension_manager=readonly"]
+    command += ["--LabApp.expose_app_in_browser=True"]
+    running = Lab(f"http://127.0.0.1:{port}", token, folder)
+    with log.open("w") as sink:
+        server = subprocess.Popen(command, env=isolated_environment(home), stdout=sink, stderr=sink)
+    try:
+        wait_for(f"{running.url}/api/status?token={token}", server, log)
+        yield running
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def chromium_page(chromium_path: str) -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        # Chromium's own sandbox needs rights that root in a container lacks; only local pages are opened.
+        browser = playwright.chromium.launch(
+            executable_path=chromium_path, args=QUIET, chromium_sandbox=os.geteuid() != 0
+        )
+        page = browser.new_page(viewport={"width": 1400, "height": 1600})
+        page.set_default_timeout(60_000)
+        expect.set_options(timeout=60_000)
+        yield page
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium_page: Page) -> Iterator[Page]:
+    """The page, failing the test when a script on it raised."""
+    raised: list[str] = []
+
+    def note(error: Exception) -> None:
+        raised.append(str(error))
+
+    chromium_page.on("pageerror", note)
+    yield chromium_page
+    chromium_page.remove_listener("pageerror", note)
+    assert raised == []
 
 
 def write_notebook(path: Path, *sources: str) -> None:
