@@ -70,9 +70,15 @@ class Setting:
 
     @property
     def plain(self) -> "Setting":
-        """The plain loop on the same prompt."""
-        usual = {name: getattr(type(self), name) for name in ("draft_length", "candidate_count", "acceptance_rule")}
-        return replace(self, draft="none", acceptance_threshold=None, **usual)
+        """The plain loop on the same prompt; equal for all settings that it answers alike, whatever their task."""
+        return Setting(
+            self.prompt,
+            main=self.main,
+            draft="none",
+            temperature=self.temperature,
+            seed=self.seed if self.temperature else 0,
+            max_new_tokens=self.max_new_tokens,
+        )
 
     @property
     def arm(self) -> Arm | None:
