@@ -19,7 +19,7 @@ from specdec_lab import theory
 from specdec_lab.acceptance import RULES
 from specdec_lab.decoding import Decoder, Generation
 from specdec_lab.errors import SettingError, require, require_writable, whole
-from specdec_lab.experiment import FLAT, Arm
+from specdec_lab.experiment import DRAWS_NOTHING, FLAT, Arm
 from specdec_lab.metrics import METRICS, first_difference, summarise
 from specdec_lab.models import zoo
 from specdec_lab.theory import VerifyCurve, measure_verify_curve
@@ -63,8 +63,9 @@ class Setting:
             why["acceptance_threshold"] = "lossless decoding has none"
         if self.acceptance_rule == "sequence":
             why["draft_length"] = "the whole text is drafted at once"
-        whole = self.acceptance_rule in RULES and RULES[self.acceptance_rule].retries is not None
-        if self.temperature == 0 and (self.draft == "none" or not whole):
+        rule = RULES.get(self.acceptance_rule)
+        warm = rule is not None and rule.retries is not None  # drafts are drawn even when decoding is greedy
+        if self.temperature == 0 and (not warm or self.draft in ("none", *DRAWS_NOTHING)):
             why["seed"] = "nothing is drawn at temperature 0"
         return why
 
@@ -85,14 +86,8 @@ class Setting:
         """The way to decode, None for the plain loop; raises SettingError, and UnknownNameError for the rule."""
         if self.draft == "none":
             return None
-        idle = self.idle
-        arm = Arm(
-            self.draft,
-            self.draft_length,
-            1 if "candidate_count" in idle else self.candidate_count,
-            acceptance_rule=self.acceptance_rule,
-            acceptance_threshold=None if "acceptance_threshold" in idle else self.acceptance_threshold,
-        )
+        names = ("draft_length", "candidate_count", "acceptance_rule", "acceptance_threshold")
+        arm = Arm(self.draft, **{name: getattr(self, name) for name in names if name not in self.idle})
         arm.acceptance.require_temperature(self.temperature)
         return arm
 
