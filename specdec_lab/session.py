@@ -200,7 +200,7 @@ class Session:
         if self._main is None or self._main.name != setting.main:
             yield Progress(f"loading the main model {setting.main}")
         main = self._load(setting.main)
-        if arm not in self._decoders:
+        if arm is not None and arm not in self._decoders:
             yield Progress(f"loading the draft {setting.draft}")
         decoder = self._decoder(arm)
         made = plain = None
