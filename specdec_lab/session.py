@@ -287,9 +287,12 @@ def repeat(setting: Setting, folder: Path) -> str:
     values: dict[str, Any] = {"task": file.resolve(), "prompts": 1}
     names = ("main", "draft", "draft_length", "max_new_tokens", "temperature", "seed")
     values |= {name: getattr(setting, name) for name in names}
+    for name in ("main", "draft"):
+        place = Path(values[name]).expanduser()
+        values[name] = place.resolve() if place.exists() else values[name]  # papermill runs elsewhere
     lossy = {"acceptance_rule": arm.acceptance_rule, "acceptance_threshold": arm.acceptance_threshold}
     values |= {"candidate_count": arm.candidate_count} | ({} if arm.acceptance.lossless else lossy)
-    # -r takes a value as text: 1:4 would be a number in YAML
+    # -r takes a value as text: a folder that is called 7 stays one
     texts = ("task", "main", "draft", "acceptance_rule")
     given = [f"{'-r' if name in texts else '-p'} {name} {shlex.quote(str(value))}" for name, value in values.items()]
     return " ".join([f"papermill notebooks/{NOTEBOOK}.ipynb build/{NOTEBOOK}.ipynb -k python3", *given])
