@@ -27,8 +27,9 @@ LONGEST = 32  # tokens that are asked about
 class WhatIf:
     """A chain's records, [steps, γ] each and NaN where a step drafted less, and what its steps cost.
 
-    c, overhead and plain_overhead: seconds of a drafted token, of a step outside both models, and of that of the plain
-    loop, in units of the plain loop's main forward. greedy: whether the run was.
+    held: bool [steps], where the draft had no more to offer than it drafted. c, overhead and plain_overhead: seconds of
+    a drafted token, of a step outside both models, and of that of the plain loop, in units of the plain loop's main
+    forward. greedy: whether the run was.
     """
 
     p: Floats
@@ -36,6 +37,7 @@ class WhatIf:
     largest_p: Floats
     entropy: Floats
     overlap: Floats
+    held: NDArray[np.bool_]
     greedy: bool
     c: float
     overhead: float
@@ -45,8 +47,9 @@ class WhatIf:
     @classmethod
     def of(cls, trace: Trace, plain: Trace, curve: VerifyCurve, greedy: bool) -> "WhatIf":
         """From a run and the plain loop's; raises SettingError for trees, refused drafts, no drafts."""
-        steps = [step for step in trace.steps if step.drafted]
-        require("trace", "a trace without drafts", bool(steps), "one of a run that drafted")
+        steps = [step for step in trace.steps if step.planned]
+        drafted = any(step.drafted for step in steps)
+        require("trace", "a trace without drafts", drafted, "one of a run that drafted")
         chains = all(step.parents == list(range(-1, len(step.parents) - 1)) for step in steps)
         require("trace", "a tree", chains and all(step.candidates == 1 for step in steps), "chains")
         whole = any(step.next_kind == "refused" for step in trace.steps)
@@ -61,6 +64,7 @@ class WhatIf:
         forward = theirs.verify_s / theirs.steps
         return cls(
             **padded,
+            held=np.array([len(step.drafted) < step.planned for step in steps]),
             greedy=greedy,
             c=draft_cost_ratio(ours, theirs) or 0.0,
             overhead=ours.other_s / ours.steps / forward,
@@ -93,22 +97,26 @@ class WhatIf:
     def kept(self, draft_length: int, rule: str = "lossless", threshold: float = 1.0) -> Floats:
         """Share of steps that keep 1, 2, … draft_length tokens or more: [draft_length].
 
-        Behind what was drafted, a token stays as often as those at all places did on the whole.
+        Behind what was drafted, a token stays as often as those at all places did on the whole; where the draft held
+        back there is none.
         """
         require("draft_length", draft_length, 1 <= draft_length <= LONGEST, f"an integer 1 … {LONGEST}")
         stays = self.chances(rule, threshold)
         reach = np.cumprod(stays, 1)  # [steps, γ] chance that all up to here stay
         tried = np.hstack([np.ones((len(stays), 1)), reach[:, :-1]])[~np.isnan(stays)].sum()
         usual = np.nansum(reach) / tried if tried else 0.0  # the pooled α
-        width = max(draft_length, stays.shape[1])
-        filled = np.full((len(stays), width), usual)
-        filled[:, : stays.shape[1]] = np.where(np.isnan(stays), usual, stays)
+        behind = np.where(self.held, 0.0, usual)[:, None]
+        filled = np.repeat(behind, max(draft_length, stays.shape[1]), 1)
+        filled[:, : stays.shape[1]] = np.where(np.isnan(stays), behind, stays)
         return np.cumprod(filled, 1).mean(0)[:draft_length]
 
     def cost(self, draft_length: int) -> float:
-        """Of a step, in steps of the plain loop."""
-        step = draft_length * self.c + self.curve(draft_length + 1) + self.overhead
-        return step / (1 + self.plain_overhead)
+        """Of a step on the average, in steps of the plain loop."""
+        own = (~np.isnan(self.p)).sum(1)  # [steps]
+        drafted = np.where(self.held, np.minimum(own, draft_length), draft_length)
+        lengths, times = np.unique(drafted, return_counts=True)
+        models = np.average([n * self.c + self.curve(n + 1) for n in lengths.tolist()], weights=times)
+        return float(models + self.overhead) / (1 + self.plain_overhead)
 
     def speedup(self, draft_length: int, rule: str = "lossless", threshold: float = 1.0) -> float:
         """Expected tokens of a step over its cost."""
