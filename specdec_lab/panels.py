@@ -278,7 +278,7 @@ def _ratio(a: Outcome, b: Outcome) -> str:
     if not ours or not theirs:
         return "One of the two was too short to time."
     same = a.setting.plain == b.setting.plain
-    beside = "same prompt, one run each" if same else "different prompts, lengths or seeds: not like with like"
+    beside = "same prompt, one run each" if same else "other models, prompts, lengths or seeds: not like with like"
     return f"The second is {theirs / ours:.2f} times as fast as the first ({beside})."
 
 
