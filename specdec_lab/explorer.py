@@ -67,13 +67,13 @@ class Worker:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None)
+                self._changed.wait_for(lambda: self.busy)
                 setting, self._waiting = self._waiting, None
                 self._stopped.clear()
-            assert setting is not None
             said = ""
             try:
-                self._follow(self._session.run(setting))
+                if setting is not None:  # None: stopped before it began
+                    self._follow(self._session.run(setting))
             except SpecdecError as error:
                 said = str(error)
             except Exception as error:  # a thread that dies would leave the page without a word
