@@ -147,8 +147,8 @@ class Explorer:
         except SpecdecError as error:
             self._say(str(error), "error")
             return
+        self.stop_button.disabled = False  # before the run, which may be over at once
         self._worker.run(setting)
-        self._refresh()
 
     def stop(self) -> None:
         """Stop the run; what there is of its text stays."""
