@@ -282,8 +282,8 @@ class Explorer:
     def _show_runs(self) -> None:
         """The history, and which two of it are compared: the last two, until others are chosen."""
         self.runs.value = panels.history(self.outcomes)
-        options = [(f"{i}: {panels.describe(each.setting)}", i) for i, each in enumerate(self.outcomes, 1)]
-        if len(options) != len(self.first.options):
+        options = tuple((f"{i}: {panels.describe(each.setting)}", i) for i, each in enumerate(self.outcomes, 1))
+        if options != self.first.options:
             for menu, place in ((self.first, -2), (self.second, -1)):
                 menu.options = options
                 menu.value = options[max(place, -len(options))][1] if options else None
