@@ -137,18 +137,11 @@ class Explorer:
 
     def run(self) -> None:
         """Run what the controls say."""
-        for name in ("own_main", "own_draft"):
-            if self._asked(name) and not self.controls[name].value.strip():
-                self._say(f"{_LABELS[name.removeprefix('own_')]}: name a folder, a GGUF file or a hub id", "error")
-                return
-        setting = self.setting
-        try:
-            _ = setting.arm
-        except SpecdecError as error:
-            self._say(str(error), "error")
+        if problem := self._problem():
+            self._say(problem, "error")
             return
         self.stop_button.disabled = False  # before the run, which may be over at once
-        self._worker.run(setting)
+        self._worker.run(self.setting)
 
     def stop(self) -> None:
         """Stop the run; what there is of its text stays."""
@@ -179,6 +172,17 @@ class Explorer:
             (f"{place}: {' '.join(row.prompt.split())[:70]}", row.prompt) for place, row in enumerate(rows, 1)
         ]
         example.value = rows[0].prompt if rows else None
+
+    def _problem(self) -> str:
+        """Why what the controls say cannot run; empty where it can, as far as that shows without a model."""
+        for name in ("own_main", "own_draft"):
+            if self._asked(name) and not self.controls[name].value.strip():
+                return f"{_LABELS[name.removeprefix('own_')]}: name a folder, a GGUF file or a hub id"
+        try:
+            _ = self.setting.arm
+        except SpecdecError as error:
+            return str(error)
+        return ""
 
     def _asked(self, name: str) -> bool:
         return bool(self.controls[name.removeprefix("own_")].value == OWN)
@@ -219,20 +223,19 @@ class Explorer:
 
     def _refresh(self) -> None:
         """Disable what makes no difference and say why; show only the fields that are asked for."""
-        setting = self.setting
-        idle = setting.idle
+        idle = self.setting.idle
         for name, control in self.controls.items():
             control.disabled = name in idle
             control.tooltip = idle.get(name, "")
             if name.startswith("own_"):
                 control.layout.display = "" if self._asked(name) else "none"
         self.stop_button.disabled = not self._worker.busy
-        if not self._worker.busy:
-            try:
-                _ = setting.arm
-                self._say("Ready. " + "; ".join(f"{_LABELS[n]}: {why}" for n, why in idle.items()))
-            except SpecdecError as error:
-                self._say(str(error), "error")
+        if self._worker.busy:
+            return
+        if problem := self._problem():
+            self._say(problem, "error")
+        else:
+            self._say("Ready. " + "; ".join(f"{_LABELS[n]}: {why}" for n, why in idle.items()))
 
     # ---- what the worker tells; called in its thread
 
