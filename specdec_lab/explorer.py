@@ -7,10 +7,11 @@ kernel goes on answering; it is asked to stop between two steps.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from contextlib import suppress
 from typing import Any
 
 import ipywidgets as widgets
+from traitlets import TraitError
 
 from specdec_lab import panels, traceview
 from specdec_lab.acceptance import RULES
@@ -103,7 +104,9 @@ class Explorer:
         self._whatif: WhatIf | None = None
         self._filling = False
         self.controls = _controls()
-        self._begin_with(controls)
+        for name in controls:
+            if name not in self.controls:
+                raise UnknownNameError("control", name, self.controls)
         self.run_button = widgets.Button(description="Run", button_style="primary", icon="play")
         self.stop_button = widgets.Button(description="Stop", icon="stop", disabled=True)
         self.live = widgets.Checkbox(description="live: run when a control is released", indent=False)
@@ -119,7 +122,7 @@ class Explorer:
         self.page = self._laid_out()
         self._worker = Worker(session or Session(), self._show, self._finished)
         self._listen()
-        self._refresh()
+        self._begin_with({name: value for name, value in controls.items() if value is not None})
         self._show_runs()
 
     # ---- controls
@@ -148,21 +151,17 @@ class Explorer:
         self._worker.stop()
 
     def _begin_with(self, values: dict[str, Any]) -> None:
-        known = [field.name for field in fields(Setting)]
-        for name, value in values.items():
-            if name not in known:
-                raise UnknownNameError("control", name, known)
-            control = self.controls[name]
-            if name in ("main", "draft") and value not in dict(control.options).values():
-                self.controls[f"own_{name}"].value, value = value, OWN
-            control.value = value
-            require(name, value, control.value == value, "what its control reaches")
-        self._fill_prompts()
-        prompt, example = self.controls["prompt"], self.controls["example"]
-        if not values.get("prompt"):
-            prompt.value = example.value or ""
-        elif prompt.value != example.value:
-            example.value = None
+        """As if a user had set them from top to bottom: a task fills in a prompt, a rule its threshold."""
+        self._changed("task")
+        for name in ("main", "draft"):
+            known = self.controls[name].options
+            if name in values and values[name] not in dict(known).values():
+                self.controls[f"own_{name}"].value, values[name] = values[name], OWN
+        for name in (name for name in self.controls if name in values):
+            control, value = self.controls[name], values[name]
+            with suppress(TraitError):  # where it does not clamp it
+                control.value = value
+            require(name, value, control.value == value, _allowed(control))
 
     def _fill_prompts(self) -> None:
         """The shipped prompts of the task, to choose from; none for own text."""
@@ -358,7 +357,7 @@ def _controls() -> dict[str, Any]:
         "own_draft": widgets.Text(placeholder=place, continuous_update=False),
         "draft_length": widgets.IntSlider(4, 1, LONGEST),
         "candidate_count": widgets.IntSlider(1, 1, MAX_CANDIDATES),
-        "acceptance_rule": widgets.Dropdown(options=list(RULES)),
+        "acceptance_rule": widgets.Dropdown(options=[(rule, rule) for rule in RULES]),
         "acceptance_threshold": widgets.FloatSlider(0.0, min=0, max=1, step=0.05),
         "temperature": widgets.FloatSlider(0.0, min=0, max=2, step=0.1),
         "seed": widgets.BoundedIntText(0, min=0, max=2**31 - 1),
@@ -370,6 +369,12 @@ def _controls() -> dict[str, Any]:
         if hasattr(control, "continuous_update"):
             control.continuous_update = False
     return made
+
+
+def _allowed(control: Any) -> str:
+    if hasattr(control, "options"):
+        return ", ".join(value for _, value in control.options)
+    return f"{control.min} … {control.max}" if hasattr(control, "min") else "a text"
 
 
 def _wide() -> widgets.Layout:
