@@ -215,6 +215,12 @@ def tiny_draft_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def noisy_folder(tiny_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As `tiny_folder` with noise on its weights: a draft that is right now and then."""
+    return noisy_copy(tiny_folder, tmp_path_factory.mktemp("noisy"))
+
+
+@pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Random GPT-2, 2 layers, hidden 32, 4 heads, context 512, vocabulary 259."""
     from transformers import GPT2Config
