@@ -123,6 +123,7 @@ class Explorer:
         self._worker = Worker(session or Session(), self._show, self._finished)
         self._listen()
         self._begin_with({name: value for name, value in controls.items() if value is not None})
+        self._show_whatif()
         self._show_runs()
 
     # ---- controls
