@@ -8,6 +8,7 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,18 @@ def shared() -> Session:
 def curves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The main models whose curve was asked for; it is not measured."""
     asked: list[str] = []
-    monkeypatch.setattr(session, "measure_verify_curve", lambda model, *_, **__: asked.append(model.name) or CURVE)
+
+    def told(model: Any, *_: Any, **__: Any) -> VerifyCurve:
+        asked.append(model.name)
+        return CURVE
+
+    monkeypatch.setattr(session, "measure_verify_curve", told)
     return asked
 
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What decoded, in order: "plain" or the draft's name; with a + once it came to its end or was closed."""
+    """What decoded, in order: "plain" or the draft's name; whether it came to its end, and that it is over."""
     order: list[str] = []
     stream = Decoder.stream
 
@@ -74,9 +80,13 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the models that were loaded."""
     names: list[str] = []
+
+    def counted(load: Any, name: str, *args: Any, **options: Any) -> Any:
+        names.append(name)
+        return load(name, *args, **options)
+
     for each in ("load_main", "load_drafter"):
-        load = getattr(zoo, each)
-        monkeypatch.setattr(zoo, each, lambda name, *a, load=load, **k: names.append(name) or load(name, *a, **k))
+        monkeypatch.setattr(zoo, each, partial(counted, getattr(zoo, each)))
     return names
 
 
@@ -91,7 +101,7 @@ def generated(capsys: pytest.CaptureFixture[str], setting: Setting) -> dict[str,
     words = ["generate", "--json", "--prompt", setting.prompt, "--main", setting.main, "--draft", setting.draft]
     names = ["draft_length", "candidate_count", "acceptance_rule", "acceptance_threshold", "temperature", "seed"]
     for name in [*names, "max_new_tokens"]:
-        if getattr(setting, name) is not None:
+        if getattr(setting, name) is not None and name not in setting.idle:
             words += [f"--{name}", str(getattr(setting, name))]
     assert cli.main(words) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -333,8 +343,18 @@ def test_what_is_idle_makes_no_difference(changes: dict[str, Any], names: set[st
     setting = Setting(PROMPT, **changes)
     assert set(setting.idle) == names
     assert all(setting.idle.values())
-    usual = {"draft_length": 4, "candidate_count": 1, "acceptance_rule": "lossless", "acceptance_threshold": None}
-    odd = {"draft_length": 999, "candidate_count": 999, "acceptance_rule": "nonsense", "acceptance_threshold": 999.0}
+    usual: dict[str, Any] = {
+        "draft_length": 4,
+        "candidate_count": 1,
+        "acceptance_rule": "lossless",
+        "acceptance_threshold": None,
+    }
+    odd: dict[str, Any] = {
+        "draft_length": 999,
+        "candidate_count": 999,
+        "acceptance_rule": "nonsense",
+        "acceptance_threshold": 999.0,
+    }
     assert replace(setting, **{n: odd[n] for n in names & usual.keys()}).arm == setting.arm
     for name in usual.keys() - names:
         with pytest.raises(SpecdecError):
@@ -400,7 +420,7 @@ NASTY = 'It\'s "$HOME", `id` & $(ls);\n\ttwo – lines \\n <b>☃</b> {x: 1} # e
 def test_the_command_repeats_a_run_in_batch(
     tiny: Setting, tmp_path: Path, curves: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lossy = {"acceptance_rule": "threshold", "acceptance_threshold": 0.05, "candidate_count": 2}
+    lossy: dict[str, Any] = {"acceptance_rule": "threshold", "acceptance_threshold": 0.05, "candidate_count": 2}
     setting = replace(tiny, prompt=NASTY, temperature=0.7, seed=3, max_new_tokens=16, **lossy)
     outcome = last(Session(), setting)
     got = parsed(repeat(setting, tmp_path / "it's a $folder"), monkeypatch)
