@@ -122,7 +122,7 @@ class Explorer:
         self.page = self._laid_out()
         self._worker = Worker(session or Session(), self._show, self._finished)
         self._listen()
-        self._begin_with({name: value for name, value in controls.items() if value is not None})
+        self._begin_with({name: value for name, value in controls.items() if value not in (None, "")})
         self._show_whatif()
         self._show_runs()
 
