@@ -205,6 +205,7 @@ class Session:
         decoder = self._decoder(arm)
         made = plain = None
         decode: Decode = main.tokenizer.decode
+        yield Progress("reading the prompt")
         for made in self._stream(decoder, setting):
             yield Progress(f"decoding: {len(made.tokens)} tokens", made, decode)
         assert made is not None
