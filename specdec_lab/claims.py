@@ -1,7 +1,8 @@
 """What the two articles behind this project claim, and what each meaning of "acceptance rate" allows.
 
 Neither says what its rate is a share of. Every meaning has a ceiling for the speed-up that holds whatever drafts and
-verification cost, as a step is never cheaper than a plain one. It knows no results; costs are handed in.
+verification cost, as a step is never cheaper than a plain one; of several candidates, for independent draws. It knows
+no results; costs are handed in.
 """
 
 from collections.abc import Callable, Iterator
@@ -117,10 +118,11 @@ MEANINGS = (
     ),
     Meaning(
         "Σ min(p, q)",
-        "the expected overlap of both distributions; where positions are alike it is α (arXiv 2211.17192, corollary "
-        "3.6), and K draws keep at most K times as much, as they hold a token with at most K q (arXiv 2310.15141)",
-        lambda rate, how: theory.most_tokens(rate),
-        lambda rate, how: theory.most_tokens(min(1.0, how.candidate_count * rate)),
+        "the mean overlap of both distributions over drafted tokens, of which no more stay; where positions are alike "
+        "it is α (arXiv 2211.17192, corollary 3.6). K independent draws keep at most K times as much, as they hold a "
+        "token with at most K q (arXiv 2310.15141)",
+        _of_length,
+        _of_candidates,
         _best,
     ),
     Meaning(
@@ -167,7 +169,8 @@ class Ceiling:
             return "impossible"
         if self.alone < self.claim.least:
             return "impossible for one candidate or try"
-        return "not at our costs" if self.costing is not None and self.costing < self.claim.least else "possible"
+        dear = self.costing is not None and self.costing < self.claim.least
+        return "not at our costs with one candidate" if dear else "possible"
 
 
 def ceilings(how: Example, costs: dict[str, tuple[float, VerifyCurve]] | None = None) -> Iterator[Ceiling]:

@@ -21,7 +21,7 @@ from specdec_lab.models.zoo import BUNDLED
 from specdec_lab.notebooks import from_root
 from specdec_lab.session import Outcome, Progress, Session, Setting, repeat
 from specdec_lab.tasks import load_prompts
-from specdec_lab.whatif import BY_TOKEN, LONGEST, WhatIf
+from specdec_lab.whatif import BY_TOKEN, LONGEST
 
 TASKS = ("json", "code", "prose")
 OWN = "own"
@@ -39,50 +39,55 @@ SCRATCH = "build/explorer"  # prompts of runs that are repeated in batch
 class Worker:
     """Runs the latest setting it was given, in a thread; one that comes while another runs takes its place.
 
-    show: called with all that the session yields; done: with a message for people, empty for none, once nothing runs.
+    show: called with all that the session yields. told: called with whether something runs, whenever that changes,
+    and a message for people, empty for none; never at the same time from two threads.
     """
 
     def __init__(
-        self, session: Session, show: Callable[[Progress | Outcome], None], done: Callable[[str], None]
+        self, session: Session, show: Callable[[Progress | Outcome], None], told: Callable[[bool, str], None]
     ) -> None:
-        self._session, self._show, self._done = session, show, done
+        self.session, self._show, self._told = session, show, told
         self._waiting: Setting | None = None
         self._stopped = threading.Event()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self.busy = False
-        threading.Thread(target=self._work, daemon=True).start()
 
     def run(self, setting: Setting) -> None:
         """Start it; what runs now is stopped."""
-        with self._changed:
-            self._waiting, self.busy = setting, True
+        with self._lock:
+            self._waiting = setting
             self._stopped.set()
-            self._changed.notify()
+            if not self.busy:
+                self.busy = True
+                threading.Thread(target=self._work, daemon=True).start()
+                self._told(True, "")
 
     def stop(self) -> None:
         """Stop what runs after the step it is in."""
-        with self._changed:
+        with self._lock:
             self._waiting = None
             self._stopped.set()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self.busy)
-                setting, self._waiting = self._waiting, None
-                self._stopped.clear()
+        said = ""
+        while (setting := self._next(said)) is not None:
             said = ""
             try:
-                if setting is not None:  # None: stopped before it began
-                    self._follow(self._session.run(setting))
+                self._follow(self.session.run(setting))
             except SpecdecError as error:
                 said = str(error)
             except Exception as error:  # a thread that dies would leave the page without a word
                 said = f"{type(error).__name__}: {error}"
-            with self._changed:
-                self.busy = self._waiting is not None
-                if not self.busy:
-                    self._done(said)
+
+    def _next(self, said: str) -> Setting | None:
+        with self._lock:
+            setting, self._waiting = self._waiting, None
+            if setting is None:
+                self.busy = False
+                self._told(False, said)
+            else:
+                self._stopped.clear()
+            return setting
 
     def _follow(self, progress: Iterator[Progress | Outcome]) -> None:
         shown, now = 0.0, None
@@ -101,8 +106,8 @@ class Explorer:
 
     def __init__(self, session: Session | None = None, **controls: Any) -> None:
         self.outcomes: list[Outcome] = []
-        self._whatif: WhatIf | None = None
         self._filling = False
+        self._picked: set[str] = set()  # menus of runs that the user has set
         self.controls = _controls()
         for name in controls:
             if name not in self.controls:
@@ -116,15 +121,14 @@ class Explorer:
         self.saved, self.command = _html(), _html()
         self.command_button = widgets.Button(description="command for papermill", layout=widgets.Layout(width="auto"))
         self.what_length = widgets.IntSlider(4, 1, 16, description="length γ", style=_LABEL, layout=_wide())
-        self.what_threshold = widgets.FloatSlider(0.3, min=0, max=1, step=0.05, description="threshold", style=_LABEL)
+        self.what_threshold = widgets.FloatSlider(0.3, min=0, max=1, step=0.01, description="threshold", style=_LABEL)
         self.what_rule = widgets.Dropdown(options=[r for r in BY_TOKEN if r != "lossless"], description="rule")
-        self.first, self.second = (widgets.Dropdown(description=name) for name in ("run", "beside"))
+        self._menus = {name: widgets.Dropdown(description=name) for name in ("run", "beside")}
         self.page = self._laid_out()
-        self._worker = Worker(session or Session(), self._show, self._finished)
+        self._worker = Worker(session or Session(), self._show, self._told)
         self._listen()
         self._begin_with({name: value for name, value in controls.items() if value not in (None, "")})
         self._show_whatif()
-        self._show_runs()
 
     # ---- controls
 
@@ -144,12 +148,16 @@ class Explorer:
         if problem := self._problem():
             self._say(problem, "error")
             return
-        self.stop_button.disabled = False  # before the run, which may be over at once
         self._worker.run(self.setting)
 
     def stop(self) -> None:
         """Stop the run; what there is of its text stays."""
         self._worker.stop()
+
+    def close(self) -> None:
+        """Take it off the page, and let go of its models once nothing runs."""
+        self.stop()
+        _close(self.page)
 
     def _begin_with(self, values: dict[str, Any]) -> None:
         """As if a user had set them from top to bottom: a task fills in a prompt, a rule its threshold."""
@@ -196,14 +204,23 @@ class Explorer:
         self.step_slider.observe(lambda change: self._show_step(), "value")
         for control in (self.what_length, self.what_threshold, self.what_rule):
             control.observe(lambda change: self._show_whatif(), "value")
-        for control in (self.first, self.second):
-            control.observe(lambda change: self._show_sides(), "value")
+        for name, menu in self._menus.items():
+            menu.observe(lambda change, name=name: self._pick(name), "value")
         self.command_button.on_click(lambda _: self._show_command())
 
     def _changed(self, name: str) -> None:
         if self._filling:
             return
         self._filling = True
+        try:
+            self._follow_up(name)
+        finally:
+            self._filling = False
+        self._refresh()
+        self._run_live()
+
+    def _follow_up(self, name: str) -> None:
+        """Set what goes with a control."""
         at = self.controls
         if name == "task":
             self._fill_prompts()
@@ -213,9 +230,6 @@ class Explorer:
             at["example"].value = None  # the text is the user's now
         if name == "acceptance_rule":
             at["acceptance_threshold"].value = RULES[at["acceptance_rule"].value].threshold or 0.0
-        self._filling = False
-        self._refresh()
-        self._run_live()
 
     def _run_live(self) -> None:
         if self.live.value:
@@ -229,7 +243,6 @@ class Explorer:
             control.tooltip = idle.get(name, "")
             if name.startswith("own_"):
                 control.layout.display = "" if self._asked(name) else "none"
-        self.stop_button.disabled = not self._worker.busy
         if self._worker.busy:
             return
         if problem := self._problem():
@@ -243,21 +256,29 @@ class Explorer:
         if now.made is not None:
             self.text.value = panels.chips(now)
         if isinstance(now, Progress):
+            self._stale(now.made is not None and (not self.outcomes or self.outcomes[-1].made is not now.made))
             self._say(now.doing + " …")
             return
         if self.outcomes and self.outcomes[-1].made is now.made:
             self.outcomes[-1] = now  # the same run, with its prediction
         else:
             self.outcomes = [*self.outcomes, now][-KEPT:]
+        self._stale(False)
         self.numbers.value, self.reasons.value = panels.headline(now), panels.why(now)
         self.step_slider.max = max(1, len(now.trace.steps))
-        self._whatif = now.whatif
         self._show_step()
         self._show_whatif()
         self._show_runs()
 
-    def _finished(self, said: str) -> None:
-        self._refresh()
+    def _stale(self, stale: bool) -> None:
+        """Whether numbers and tabs belong to another run than the text: they are greyed then."""
+        for part in (self.numbers, self.tabs):
+            (part.add_class if stale else part.remove_class)("sl-stale")
+
+    def _told(self, busy: bool, said: str) -> None:
+        self.stop_button.disabled = not busy
+        if not busy:
+            self._refresh()
         if said:
             self._say(said, "error")
 
@@ -271,40 +292,52 @@ class Explorer:
             self.step_view.value = traceview.step(last.trace, at, last.token)
 
     def _show_whatif(self) -> None:
-        if self._whatif is None:
+        known = self.outcomes[-1].whatif if self.outcomes else None
+        if known is None:
             why = self.outcomes[-1].unexplained if self.outcomes else ""
-            self.predicted.value = panels.note(f"No prediction yet{': ' + why if why else ''}.")
+            self.predicted.value = panels.note(f"No prediction{': ' + why if why else ' yet'}.")
             return
         rule = self.what_rule.value
-        if rule == "lenience" and self._whatif.greedy:
+        if rule == "lenience" and known.greedy:
             self.predicted.value = panels.note("lenience needs a temperature above 0; its greedy form is threshold.")
             return
-        length, threshold = self.what_length.value, self.what_threshold.value
-        self.predicted.value = panels.what_if(self._whatif, length, rule, threshold)
+        self.predicted.value = panels.what_if(known, self.what_length.value, rule, self.what_threshold.value)
 
     def _show_runs(self) -> None:
-        """The history, and which two of it are compared: the last two, until others are chosen."""
-        self.runs.value = panels.history(self.outcomes)
-        options = tuple((f"{i}: {panels.describe(each.setting)}", i) for i, each in enumerate(self.outcomes, 1))
-        if options != self.first.options:
-            for menu, place in ((self.first, -2), (self.second, -1)):
-                menu.options = options
-                menu.value = options[max(place, -len(options))][1] if options else None
+        """The history, and two runs of it side by side: the last two, until the user picks others."""
+        self.runs.value, self.saved.value = panels.history(self.outcomes), panels.download(self.outcomes)
+        self._filling = True
+        try:
+            for (name, menu), place in zip(self._menus.items(), (-2, -1), strict=True):
+                kept = next(
+                    (i for i, each in enumerate(self.outcomes) if each.made is getattr(menu.value, "made", 0)), None
+                )
+                labels = [f"{i}: {panels.describe(each.setting)}" for i, each in enumerate(self.outcomes, 1)]
+                menu.options = list(zip(labels, self.outcomes, strict=True))
+                at = kept if name in self._picked and kept is not None else max(place, -len(self.outcomes))
+                menu.value = self.outcomes[at]
+        finally:
+            self._filling = False
         self._show_sides()
 
+    def _pick(self, name: str) -> None:
+        if not self._filling:
+            self._picked.add(name)
+            self._show_sides()
+
     def _show_sides(self) -> None:
-        chosen = [self.outcomes[menu.value - 1] for menu in (self.first, self.second) if menu.value]
-        self.sides.value = panels.comparison(*chosen) if len(chosen) == 2 and chosen[0] is not chosen[1] else ""
-        self.saved.value = panels.download(self.outcomes) if self.outcomes else ""
+        first, second = (menu.value for menu in self._menus.values())
+        self.sides.value = "" if first is second else panels.comparison(first, second)
         self.command.value = ""
 
     def _show_command(self) -> None:
-        if self.second.value:
-            try:
-                told = panels.code(repeat(self.outcomes[self.second.value - 1].setting, from_root(SCRATCH)))
-            except SpecdecError as error:
-                told = panels.note(str(error), "error")
-            self.command.value = told
+        if not self.outcomes:
+            return
+        chosen, machine = self._menus["beside"].value.setting, self._worker.session.machine
+        try:
+            self.command.value = panels.code(repeat(chosen, from_root(SCRATCH), machine))
+        except SpecdecError as error:
+            self.command.value = panels.note(str(error), "error")
 
     # ---- layout
 
@@ -313,12 +346,12 @@ class Explorer:
         buttons = widgets.HBox([self.run_button, self.stop_button])
         fields = widgets.Box(list(self.controls.values()), layout=widgets.Layout(flex_flow="row wrap"))
         left = widgets.VBox([fields, buttons, self.live], layout=widgets.Layout(flex="1 1 290px", min_width="0"))
-        compare = widgets.HBox([self.first, self.second], layout=widgets.Layout(flex_flow="row wrap"))
+        compare = widgets.HBox(list(self._menus.values()), layout=widgets.Layout(flex_flow="row wrap"))
         export = widgets.HBox([self.saved, self.command_button], layout=widgets.Layout(flex_flow="row wrap"))
         sliders = widgets.HBox(
             [self.what_length, self.what_rule, self.what_threshold], layout=widgets.Layout(flex_flow="row wrap")
         )
-        tabs = widgets.Tab(
+        self.tabs = widgets.Tab(
             [
                 widgets.VBox([self.step_slider, self.step_view]),
                 self.reasons,
@@ -329,7 +362,8 @@ class Explorer:
         )
         legend = _html(traceview.legend())
         right = widgets.VBox(
-            [self.status, self.numbers, legend, self.text, tabs], layout=widgets.Layout(flex="4 1 430px", min_width="0")
+            [self.status, self.numbers, legend, self.text, self.tabs],
+            layout=widgets.Layout(flex="4 1 430px", min_width="0"),
         )
         page = widgets.Box([sheet, left, right], layout=widgets.Layout(flex_flow="row wrap", align_items="flex-start"))
         page.add_class("sl-explorer")
@@ -359,7 +393,7 @@ def _controls() -> dict[str, Any]:
         "draft_length": widgets.IntSlider(4, 1, LONGEST),
         "candidate_count": widgets.IntSlider(1, 1, MAX_CANDIDATES),
         "acceptance_rule": widgets.Dropdown(options=[(rule, rule) for rule in RULES]),
-        "acceptance_threshold": widgets.FloatSlider(0.0, min=0, max=1, step=0.05),
+        "acceptance_threshold": widgets.FloatSlider(0.0, min=0, max=1, step=0.01),
         "temperature": widgets.FloatSlider(0.0, min=0, max=2, step=0.1),
         "seed": widgets.BoundedIntText(0, min=0, max=2**31 - 1),
         "max_new_tokens": widgets.IntSlider(64, 8, 256, step=8),
@@ -376,6 +410,12 @@ def _allowed(control: Any) -> str:
     if hasattr(control, "options"):
         return ", ".join(value for _, value in control.options)
     return f"{control.min} … {control.max}" if hasattr(control, "min") else "a text"
+
+
+def _close(widget: Any) -> None:
+    for child in getattr(widget, "children", ()):
+        _close(child)
+    widget.close()
 
 
 def _wide() -> widgets.Layout:

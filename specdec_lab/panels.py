@@ -5,7 +5,7 @@ Every text is escaped. Colours are JupyterLab's where the page has them (panels.
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from specdec_lab import traceview
 from specdec_lab.metrics import acceptance_by_position, position_counts, totals
 from specdec_lab.session import Outcome, Progress, Setting, table
 from specdec_lab.tables import short
-from specdec_lab.whatif import Floats, WhatIf
+from specdec_lab.whatif import WhatIf
 
 CSS = Path(__file__).with_name("panels.css")
 NUMBERS = {  # of a run, as they are called on the page
@@ -24,7 +24,7 @@ NUMBERS = {  # of a run, as they are called on the page
     "draft_acceptance_rate": ("accepted / drafted", "{:.1%}"),
     "draft_cost_ratio": ("c", "{:.3f}"),
 }
-Line = tuple[str, str, Sequence[float], Sequence[float] | Floats]  # label, CSS class, x, y
+Line = tuple[str, str, Sequence[float], Sequence[float]]  # label, CSS class, x, y
 
 
 def style() -> str:
@@ -50,7 +50,9 @@ def describe(setting: Setting) -> str:
         at = setting.acceptance_threshold
         parts.append(setting.acceptance_rule + ("" if at is None else f" {at:g}"))
     if setting.temperature:
-        parts.append(f"T {setting.temperature:g}, seed {setting.seed}")
+        parts.append(f"T {setting.temperature:g}")
+    if "seed" not in idle:
+        parts.append(f"seed {setting.seed}")
     return ", ".join(parts)
 
 
@@ -75,8 +77,6 @@ def headline(outcome: Outcome) -> str:
     speedup = found["speculative_speedup"]
     if outcome.setting.draft == "none":
         verdict = "this is the plain loop"
-    elif speedup is None:
-        verdict = "too short to time"
     else:
         verdict = "faster than plain decoding" if speedup > 1 else "slower than plain decoding"
     plain = number(totals([outcome.plain.trace]).emitted / totals([outcome.plain.trace]).decode_s, "{:.1f}")
@@ -97,16 +97,16 @@ def _sameness(outcome: Outcome) -> str:
     setting, at = outcome.setting, outcome.differs_at
     if setting.draft == "none":
         return f"{len(outcome.made.tokens)} tokens, one by one."
-    if setting.acceptance_rule != "lossless":
-        kept = (
-            "the text is the plain loop's all the same" if at is None else f"token {at + 1} is the first that differs"
-        )
-        return f"Lossy ({setting.acceptance_rule}): {kept}."
     if setting.temperature > 0:
-        return "Lossless: the text follows the main model's own distribution; another draw than the plain loop's."
+        lossless = setting.acceptance_rule == "lossless"
+        follows = "the main model's own distribution" if lossless else "another distribution than the main model's"
+        return f"{'Lossless' if lossless else 'Lossy'}: the text follows {follows}; another draw than the plain loop's."
+    differs = "the text is the plain loop's all the same" if at is None else f"token {at + 1} is the first that differs"
+    if setting.acceptance_rule != "lossless":
+        return f"Lossy ({setting.acceptance_rule}): {differs}."
     if at is None:
         return f"Lossless: all {len(outcome.made.tokens)} tokens are the plain loop's."
-    return f"Token {at + 1} differs from the plain loop's, by a tie that rounding turned."
+    return f"Token {at + 1} differs from the plain loop's. In low precision ties turn; in float32 that would be a bug."
 
 
 def why(outcome: Outcome) -> str:
@@ -128,12 +128,10 @@ def _bars(bars: Sequence[str]) -> str:
 def _time(outcome: Outcome) -> str:
     """Milliseconds an emitted token takes, by part, over the plain loop's."""
     ours, theirs = totals([outcome.trace]), totals([outcome.plain.trace])
-    whole = theirs.decode_s / theirs.emitted
-    bars = []
-    for part, kind in (("draft", "sl-draft"), ("verify", "sl-verify"), ("other", "sl-other")):
-        took = getattr(ours, f"{part}_s") / ours.emitted
-        bars.append(_bar(part, took / whole, f"{1e3 * took:.1f} ms", kind))
-    bars.append(_bar("plain loop", 1, f"{1e3 * whole:.1f} ms", "sl-plain"))
+    parts = {part: getattr(ours, f"{part}_s") / ours.emitted for part in ("draft", "verify", "other")}
+    parts["plain"] = theirs.decode_s / theirs.emitted
+    most = max(parts.values())
+    bars = [_bar(part, took / most, f"{1e3 * took:.1f} ms", f"sl-{part}") for part, took in parts.items()]
     c = number(outcome.metrics["draft_cost_ratio"], "{:.3f}")
     return f"<h4>Time of an emitted token</h4>{_bars(bars)}<p>A drafted token costs c = {c} plain forwards.</p>"
 
@@ -150,19 +148,19 @@ def _positions(outcome: Outcome) -> str:
 
 def _theory(outcome: Outcome) -> str:
     head = "<h4>Predicted and measured</h4>"
-    if outcome.unexplained:
-        return f"{head}<p>No prediction: {escape(outcome.unexplained)}.</p>"
-    if outcome.curve is None or outcome.prediction is None:
-        return f"{head}<p>Once the cost of verification is measured.</p>"
     measured = outcome.metrics["speculative_speedup"]
-    most = max(outcome.prediction, measured, *(lever.speedup for lever in outcome.levers))
-    bars = [_bar("measured", measured / most, f"{measured:.2f}×"), _bar("predicted", outcome.prediction / most,
-            f"{outcome.prediction:.2f}×", "sl-plain")]  # fmt: skip
-    levers = [
-        _bar(f"{lever.name}, {lever.change}", lever.speedup / most, f"{lever.speedup:.2f}×", "sl-verify")
-        for lever in outcome.levers
-    ]
-    return f"{head}{_bars(bars)}<h4>What would help most</h4>{_bars(levers)}"
+    why_not = outcome.unexplained or ("" if outcome.curve else "the cost of verification is not measured yet")
+    if why_not:
+        return f"{head}<p>No prediction: {escape(why_not)}.</p>"
+    shown = {"measured": (measured, ""), "predicted": (outcome.prediction, "sl-plain")}
+    levers = {f"{lever.name}, {lever.change}": (lever.speedup, "sl-verify") for lever in outcome.levers}
+    most = max(value for value, _ in [*shown.values(), *levers.values()] if value is not None)
+
+    def bars(them: Mapping[str, tuple[float | None, str]]) -> str:
+        return _bars([_bar(name, (v or 0) / most, number(v, "{:.2f}×"), kind) for name, (v, kind) in them.items()])
+
+    held = "" if outcome.prediction else "<p>The draft holds back, so that one draft length says nothing.</p>"
+    return f"{head}{bars(shown)}{held}<h4>What would help most</h4>{bars(levers)}"
 
 
 # ---- what if
@@ -171,7 +169,7 @@ def _theory(outcome: Outcome) -> str:
 def what_if(known: WhatIf, draft_length: int, rule: str, threshold: float) -> str:
     """Predicted speed-up over draft length and over threshold, and at the chosen point."""
     lengths = list(range(1, 17))
-    lossless, lossy = known.by_length(), known.by_length(rule, threshold)
+    lossless, lossy = ([known.speedup(n, *how) for n in lengths] for how in ((), (rule, threshold)))
     at = [known.speedup(draft_length), known.speedup(draft_length, rule, threshold)]
     over_length = chart(
         [("lossless", "sl-a", lengths, lossless), (f"{rule} {threshold:g}", "sl-b", lengths, lossy)],
@@ -195,8 +193,8 @@ def what_if(known: WhatIf, draft_length: int, rule: str, threshold: float) -> st
     return f'<div class="sl-charts">{over_length}{over_threshold}</div>{note(said)}'
 
 
-def chart(lines: Sequence[Line], xlabel: str, ylabel: str = "predicted speed-up", mark: float | None = None) -> str:
-    """Lines over x as inline SVG, with a dashed line at 1 and a vertical one at `mark`.
+def chart(lines: Sequence[Line], xlabel: str, mark: float) -> str:
+    """Predicted speed-ups over x as inline SVG, with a dashed line at 1 and a vertical one at `mark`.
 
     Not matplotlib, which takes longer to draw than a slider may wait.
     """
@@ -224,15 +222,17 @@ def chart(lines: Sequence[Line], xlabel: str, ylabel: str = "predicted speed-up"
     for tick in _ticks(low, high):
         parts += [word(x(tick), height - bottom + 15, f"{tick:g}", "middle")]
     parts += [rule(left, y(1), width - right, y(1), "sl-one")]
-    if mark is not None:
-        parts += [rule(x(mark), top, x(mark), height - bottom, "sl-mark")]
+    parts += [rule(x(mark), top, x(mark), height - bottom, "sl-mark")]
     for _, kind, over, values in lines:
         points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(over, values, strict=True))
         parts += [f'<polyline points="{points}" class="sl-line {kind}"/>']
     turn = f' transform="rotate(-90 11 {height / 2:.0f})"'
-    parts += [word((left + width) / 2, height - 6, xlabel, "middle"), word(11, height / 2, ylabel, "middle", turn)]
+    parts += [
+        word((left + width) / 2, height - 6, xlabel, "middle"),
+        word(11, height / 2, "predicted speed-up", "middle", turn),
+    ]
     keys = "".join(f'<span class="sl-key {kind}">{escape(label)}</span>' for label, kind, _, _ in lines)
-    label = escape(f"{ylabel} over {xlabel}")
+    label = escape(f"predicted speed-up over {xlabel}")
     svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f'<figure class="sl-chart"><figcaption>{keys}</figcaption>{svg}</figure>'
 
@@ -274,12 +274,10 @@ def comparison(a: Outcome, b: Outcome) -> str:
 
 
 def _ratio(a: Outcome, b: Outcome) -> str:
-    ours, theirs = (each.metrics["speculative_speedup"] for each in (a, b))
-    if not ours or not theirs:
-        return "One of the two was too short to time."
-    same = a.setting.plain == b.setting.plain
-    beside = "same prompt, one run each" if same else "other models, prompts, lengths or seeds: not like with like"
-    return f"The second is {theirs / ours:.2f} times as fast as the first ({beside})."
+    if a.setting.plain != b.setting.plain:
+        return "Different prompts, models, lengths or seeds: not like with like."
+    ratio = b.metrics["speculative_speedup"] / a.metrics["speculative_speedup"]
+    return f"The second is {ratio:.2f} times as fast as the first (one run each)."
 
 
 def download(outcomes: Sequence[Outcome]) -> str:

@@ -695,7 +695,8 @@ def settings(arms: pd.DataFrame) -> Figure:
 def ceilings(arms: pd.DataFrame | None, how: Example) -> Figure:
     """Claimed speed-ups (stars) against their rates, once read as α and once as accepted / drafted.
 
-    What is hatched no chain can reach whatever it costs. Dots: measured lossless chains (arms: rows of summaries).
+    What is hatched no chain can reach whatever it costs; on the right, none of how.draft_length tokens. Dots: measured
+    lossless chains (arms: rows of summaries).
     """
     fig = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = fig.subplots(1, 2, sharey=True)

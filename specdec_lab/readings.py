@@ -438,7 +438,10 @@ def settings(arms: pd.DataFrame) -> str:
             said.append(f"* {_task(task)}: nothing was decoded.")
             continue
         rank = own[["acceptance_probability", "throughput"]].rank().corr().iloc[0, 1]
-        out = [f"{SYMBOLS[name]} {getattr(fastest, name):g}" for name, (low, high) in RANGES.items()
+        asked = dict(RANGES)
+        if fastest.acceptance_rule not in ("block", "sequence"):  # which the articles' thresholds are of
+            del asked["acceptance_threshold"]
+        out = [f"{SYMBOLS[name]} {getattr(fastest, name):g}" for name, (low, high) in asked.items()
                if not pd.isna(getattr(fastest, name)) and not low <= getattr(fastest, name) <= high]  # fmt: skip
         price = "" if fastest.acceptance_rule == "lossless" else f", lossy, NLL {rise(fastest)}"
         where = f"outside the articles' ranges ({', '.join(out)})" if out else "inside the articles' ranges"

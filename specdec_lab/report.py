@@ -65,8 +65,9 @@ def measured(results: Results, how: Example) -> list[Piece]:
     text = (
         "Speed-ups of the articles stand as claimed; they give no intervals, and do not say what their rate is a share "
         "of (hence ?). Ours are decoding alone, prefill left out, over the plain loop beside it, with 95 % intervals "
-        "(bootstrap over prompts). *Lossless*: greedy replies are the main model's own, token for token. The best of "
-        "many settings is a little less good than it looks, as its prompts had a say in the picking."
+        "(bootstrap over prompts). *Lossless*: by the rule; greedy replies are then the main model's own, but for ties "
+        "that low precision turns. The best of many settings is a little less good than it looks, as its prompts had a "
+        "say in the picking."
     )
     verdicts = [f"* {_verdict(claim, ours[claim.task], how)}" for claim in CLAIMS]
     return [text, pd.DataFrame(lines), "\n".join(verdicts)]

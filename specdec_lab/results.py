@@ -22,6 +22,16 @@ from specdec_lab.tuning import standings
 
 RATIOS = ("1:2", "1:3", "1:4")
 FOLDERS = {"sweep": "data/results/ratio_sweep", "grid": "data/results/threshold_grid"}
+BENCH = [
+    "task",
+    "arm",
+    "draft_length",
+    "prompts",
+    "same",
+    "alpha",
+    "decode_speedup",
+    "decode_throughput",
+]  # read of a row
 SAME = ["main", *SETTINGS, "dtype", "threads", "cpu", "gpu"]  # what the parts that are shown together have in common
 
 
@@ -49,14 +59,17 @@ class Results:
 
     @cached_property
     def arms(self) -> pd.DataFrame | None:
-        """Every setting of both once, as the round with the most prompts measured it, and the plain loops."""
+        """Every setting of both once, the sweep's where both have it, else of the last round; and the plain loops."""
         found = []
         if self.sweep_arms is not None:
             found.append(self.sweep_arms)
         if self.grid_arms is not None:
             last = self.grid_arms["round"] == self.grid_arms.reached
             found.append(self.grid_arms[last | (self.grid_arms.draft == "none")])
-        return pd.concat(found, ignore_index=True) if found else None
+        if not found:
+            return None
+        both = pd.concat(found, ignore_index=True)
+        return both[(both.draft == "none") | ~both.duplicated(["task", *ARM])].reset_index(drop=True)
 
     @cached_property
     def parts(self) -> pd.DataFrame:
@@ -73,6 +86,11 @@ def read(sweep: Path, grid: Path, bench: Path) -> Results:
     sweep_rows, notes = _rows("sweep", sweep)
     grid_rows, more = _rows("grid", grid)
     notes += more
+    if sweep_rows is not None and grid_rows is not None and not _alike(sweep_rows, grid_rows):
+        notes.append(
+            f"The grid in {shown(grid)} is of another model, machine or way of sampling than the sweep: left out."
+        )
+        grid_rows = None
     for rows, name, folder in ((sweep_rows, "sweep", sweep), (grid_rows, "grid", grid)):
         wanted = [claim.task for claim in CLAIMS]
         lacking = [] if rows is None else [task for task in wanted if task not in set(rows.task)]
@@ -86,7 +104,11 @@ def read(sweep: Path, grid: Path, bench: Path) -> Results:
     try:
         found = json.loads(bench.read_text(encoding="utf-8"))
         lines = [row for row in found["rows"] if row["mode"] == "greedy" and row["arm"] in ("plain", "fastest")]
-        result = {"machine": found["machine"], "rows": lines, "plan": found["plan"]}
+        result = {
+            "machine": {name: found["machine"][name] for name in ("cpu", "gpu", "threads", "date")},
+            "plan": {name: found["plan"][name] for name in ("prompts", "max_new_tokens")},
+            "rows": [{name: row[name] for name in BENCH} for row in lines],
+        }
     except FileNotFoundError:
         result = None
         notes.append(f"There is no benchmark in {shown(bench)}: `specdec-lab bench --readme` makes it.")
@@ -95,6 +117,13 @@ def read(sweep: Path, grid: Path, bench: Path) -> Results:
         reason = f"{type(error).__name__}: {error}"
         notes.append(f"{shown(bench)} cannot be read ({reason}): `specdec-lab bench --readme` makes it anew.")
     return Results(sweep_rows, grid_rows, result, tuple(notes))
+
+
+def _alike(a: pd.DataFrame, b: pd.DataFrame) -> bool:
+    """Whether both were decoded by the same main model in the same way, on the same machine."""
+    names = [name for name in SAME if name != "max_new_tokens"]
+    ours, theirs = (rows.iloc[0][names].fillna("") for rows in (a, b))
+    return bool((ours == theirs).all())
 
 
 def _rows(name: str, folder: Path) -> tuple[pd.DataFrame | None, list[str]]:

@@ -1,15 +1,16 @@
 """One prompt at a time, beside the plain loop: what an explorer runs, keeps and compares. It knows no widgets.
 
-A Session holds the models that were loaded last, the plain loop's reply to every prompt it was asked for, and the
-verify-cost curve; so that changing one setting costs one run.
+A Session holds the main model that was loaded last, the drafts that ran with it, the plain loop's reply to every
+prompt it was asked for, and the verify-cost curve; so that changing one setting costs one run.
 """
 
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -22,11 +23,14 @@ from specdec_lab.errors import SettingError, require, require_writable, whole
 from specdec_lab.experiment import DRAWS_NOTHING, FLAT, Arm
 from specdec_lab.metrics import METRICS, first_difference, summarise
 from specdec_lab.models import zoo
+from specdec_lab.notebooks import from_root
+from specdec_lab.statistics import HOLDS_BACK
 from specdec_lab.theory import VerifyCurve, measure_verify_curve
 from specdec_lab.trace import Trace
-from specdec_lab.whatif import BY_TOKEN, Lever, WhatIf, levers
+from specdec_lab.whatif import BY_TOKEN, Lever, WhatIf
 
 Decode = Callable[[Sequence[int]], str]
+WARM_UP = 8  # tokens
 KS = (1, 2, 3, 5, 9, 17, 33)
 NOTEBOOK = "02_experiment"  # repeats a run in batch
 
@@ -54,15 +58,15 @@ class Setting:
     def idle(self) -> dict[str, str]:
         """The settings that make no difference to this one, and why."""
         why = {}
-        if self.draft == "none":
-            names = ("draft_length", "candidate_count", "acceptance_rule", "acceptance_threshold")
-            why = dict.fromkeys(names, "nothing is drafted")
-        elif self.draft.removeprefix(zoo.HYBRID) in FLAT:
+        if self.draft.removeprefix(zoo.HYBRID) in FLAT:
             why["candidate_count"] = f"{self.draft} cannot branch"
         if self.acceptance_rule == "lossless":
             why["acceptance_threshold"] = "lossless decoding has none"
         if self.acceptance_rule == "sequence":
             why["draft_length"] = "the whole text is drafted at once"
+        if self.draft == "none":
+            names = ("draft_length", "candidate_count", "acceptance_rule", "acceptance_threshold")
+            why = dict.fromkeys(names, "nothing is drafted")
         rule = RULES.get(self.acceptance_rule)
         warm = rule is not None and rule.retries is not None  # drafts are drawn even when decoding is greedy
         if self.temperature == 0 and (not warm or self.draft in ("none", *DRAWS_NOTHING)):
@@ -98,8 +102,9 @@ class Readable:
     decode: Decode
 
     def token(self, index: int) -> str:
-        """The text of one token id."""
-        return self.decode([index])
+        """The text of one token id, as it stands behind another one: some tokenizers drop the first one's space."""
+        alone, twice = self.decode([index]), self.decode([index, index])
+        return twice[len(alone) :] if twice.startswith(alone) and twice != alone else alone
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Progress(Readable):
     decode: Decode = str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Outcome(Readable):
     """A finished run beside the plain loop's reply to the same prompt and seed.
 
@@ -137,28 +142,29 @@ class Outcome(Readable):
 
     @property
     def prediction(self) -> float | None:
-        """theory.speedup of the measured α, c and curve; None for trees, whole drafts, and without a draft."""
-        known = self._known
-        return None if known is None else theory.speedup(*known)
+        """theory.speedup of the measured α, c and curve alone; None where it says nothing.
+
+        That is so for what is `unexplained`, and for drafts that hold back.
+        """
+        alpha, c, coverage = (self.metrics[n] for n in ("acceptance_probability", "draft_cost_ratio", "coverage"))
+        if self.curve is None or self.unexplained or None in (alpha, c) or coverage < HOLDS_BACK:
+            return None
+        return theory.speedup(alpha, self.setting.draft_length, c, self.curve)
 
     @property
     def levers(self) -> list[Lever]:
-        """What would help most; empty where there is no prediction."""
-        known = self._known
-        return [] if known is None else levers(*known)
-
-    @property
-    def _known(self) -> tuple[float, int, float, VerifyCurve] | None:
-        """(α, γ, c, curve) of a chain; γ: as drafted on the average, where a draft holds back."""
-        alpha, c, coverage = (self.metrics[n] for n in ("acceptance_probability", "draft_cost_ratio", "coverage"))
-        if self.curve is None or alpha is None or c is None or self.unexplained:
-            return None
-        return alpha, max(1, round(self.setting.draft_length * coverage)), c, self.curve
+        """What would help most, from the trace; empty where there is no what-if."""
+        known, rule, threshold = self.whatif, self.setting.acceptance_rule, self.setting.acceptance_threshold
+        if known is None:
+            return []
+        return known.levers(
+            self.setting.draft_length, rule, (RULES[rule].threshold or 1.0) if threshold is None else threshold
+        )
 
     @property
     def unexplained(self) -> str:
         """Why theory says nothing of this run; empty where it does."""
-        if not self.metrics["draft_acceptance_rate"] and not any(step.drafted for step in self.trace.steps):
+        if not any(step.drafted for step in self.trace.steps):
             return "nothing was drafted"
         if any(step.candidates > 1 for step in self.trace.steps):
             return "theory here is of chains, and this is a tree"
@@ -168,7 +174,7 @@ class Outcome(Readable):
 
     @property
     def whatif(self) -> WhatIf | None:
-        """What other draft lengths and thresholds would do; None where there is no prediction."""
+        """What other draft lengths and thresholds would do; None where `unexplained`, and without a curve."""
         if self.curve is None or self.unexplained:
             return None
         return WhatIf.of(self.trace, self.plain.trace, self.curve, self.setting.temperature == 0)
@@ -178,10 +184,13 @@ class Session:
     """Runs settings on one machine.
 
     device, dtype: as zoo.load_main takes them; threads: of torch, None for its default. Raises SettingError.
+    machine: the three, as far as they were given.
     """
 
     def __init__(self, device: str | None = None, dtype: str | None = None, threads: int | None = None) -> None:
         require("threads", threads, threads is None or (whole(threads) and 1 <= threads <= 1024), "an integer 1 … 1024")
+        given = {"device": device, "dtype": dtype, "threads": threads}
+        self.machine = {name: value for name, value in given.items() if value is not None}
         self._where, self._threads = zoo.placement(device, dtype), threads
         self._main: zoo.Main | None = None
         self._decoders: dict[Arm | None, Decoder] = {}
@@ -202,7 +211,7 @@ class Session:
         main = self._load(setting.main)
         if arm is not None and arm not in self._decoders:
             yield Progress(f"loading the draft {setting.draft}")
-        decoder = self._decoder(arm)
+        decoder, plain_decoder = self._decoder(arm, setting), self._decoder(None, setting)
         made = plain = None
         decode: Decode = main.tokenizer.decode
         yield Progress("reading the prompt")
@@ -212,8 +221,8 @@ class Session:
         if arm is None:
             self._plain[setting.plain] = made
         elif setting.plain not in self._plain:
-            for plain in self._stream(self._decoder(None), setting):
-                yield Progress(f"decoding without a draft, to compare: {len(plain.tokens)} tokens", made, decode)
+            for plain in self._stream(plain_decoder, setting):  # shown as the other was, so that neither waits longer
+                yield Progress(f"decoding without a draft, to compare: {len(plain.tokens)} tokens", plain, decode)
             assert plain is not None
             self._plain[setting.plain] = plain
         plain = self._plain[setting.plain]
@@ -233,8 +242,8 @@ class Session:
             self._plain = {}
         return self._main
 
-    def _decoder(self, arm: Arm | None) -> Decoder:
-        """The decoder of an arm; those that draft alike share their draft."""
+    def _decoder(self, arm: Arm | None, setting: Setting) -> Decoder:
+        """The decoder of an arm, warmed up on the prompt; those that draft alike share their draft."""
         assert self._main is not None
         main = self._main
         if arm not in self._decoders:
@@ -244,6 +253,9 @@ class Session:
             else:
                 drafter = next(alike, None) or zoo.load_drafter(arm.draft, main, **arm.options)
                 made = arm.decoder(main, drafter)
+            made.generate(
+                made.encode(setting.prompt)[-WARM_UP:], max_new_tokens=WARM_UP, temperature=setting.temperature
+            )
             self._decoders[arm] = made
         return self._decoders[arm]
 
@@ -264,18 +276,25 @@ def table(outcomes: Sequence[Outcome]) -> pd.DataFrame:
     numbers = [name for name in METRICS if not name.startswith("acceptance_by_position")]
     return pd.DataFrame(
         [
-            {"run": number, **asdict(each.setting), **{name: each.metrics[name] for name in numbers}}
-            | {"predicted_speedup": each.prediction, "same_as_plain": each.differs_at is None, "text": each.made.text}
+            {
+                "run": number,
+                **asdict(each.setting),
+                **dict.fromkeys(each.setting.idle),
+                **{name: each.metrics[name] for name in numbers},
+                "predicted_speedup": each.prediction,
+                "same_as_plain": each.differs_at is None,
+                "text": each.made.text,
+            }
             for number, each in enumerate(outcomes, 1)
         ]
     )
 
 
-def repeat(setting: Setting, folder: Path) -> str:
+def repeat(setting: Setting, folder: Path, machine: Mapping[str, Any] = MappingProxyType({})) -> str:
     """The papermill command that runs a setting again in batch; its prompt goes to a file in the folder.
 
-    Raises SettingError for the plain loop, which is every run's baseline, and DataError where the folder is not
-    writable.
+    machine: as Session.machine. Raises SettingError for the plain loop, which is every run's baseline, and DataError
+    where the folder is not writable.
     """
     arm = setting.arm
     if arm is None:
@@ -292,8 +311,9 @@ def repeat(setting: Setting, folder: Path) -> str:
         place = Path(values[name]).expanduser()
         values[name] = place.resolve() if place.exists() else values[name]  # papermill runs elsewhere
     lossy = {"acceptance_rule": arm.acceptance_rule, "acceptance_threshold": arm.acceptance_threshold}
-    values |= {"candidate_count": arm.candidate_count} | ({} if arm.acceptance.lossless else lossy)
+    values |= {"candidate_count": arm.candidate_count, **({} if arm.acceptance.lossless else lossy), **machine}
     # -r takes a value as text: a folder that is called 7 stays one
-    texts = ("task", "main", "draft", "acceptance_rule")
+    texts = ("task", "main", "draft", "acceptance_rule", "device", "dtype")
     given = [f"{'-r' if name in texts else '-p'} {name} {shlex.quote(str(value))}" for name, value in values.items()]
-    return " ".join([f"papermill notebooks/{NOTEBOOK}.ipynb build/{NOTEBOOK}.ipynb -k python3", *given])
+    files = (shlex.quote(str(from_root(f"{where}/{NOTEBOOK}.ipynb"))) for where in ("notebooks", "build"))
+    return " ".join(["papermill", *files, "-k python3", *given])

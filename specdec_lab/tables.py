@@ -204,14 +204,16 @@ BINS = 8  # of entropy
 
 
 def tried(rows: pd.DataFrame) -> pd.DataFrame:
-    """A line per token that a lossless arm tried: task, draft, draft_length, prompt_id, entropy (nats), stays, depth.
+    """A line per token that a lossless chain tried: task, draft, draft_length, prompt_id, entropy (nats), stays, depth.
 
-    entropy is that of the main model's distribution there; stays is 0 or 1.
+    Of the arms that all tasks have, so that tasks differ in nothing else. entropy is that of the main model's
+    distribution there; stays is 0 or 1.
     """
     lists = ["tried_entropy", "tried_stays", "tried_depth"]
-    table = _check(rows, [*ARM, "prompt_id", "acceptance_rule", *lists])
-    table = table[(table.draft != "none") & (table.acceptance_rule == "lossless")]
-    table = table[[*ARM, "prompt_id", *lists]].explode(lists, ignore_index=True).dropna()
+    table = _check(rows, [*ARM, "prompt_id", "acceptance_rule", "candidate_count", *lists])
+    table = table[(table.draft != "none") & (table.acceptance_rule == "lossless") & (table.candidate_count == 1)]
+    everywhere = table.groupby(["draft", "draft_length"]).task.transform("nunique") == table.task.nunique()
+    table = table[everywhere][[*ARM, "prompt_id", *lists]].explode(lists, ignore_index=True).dropna()
     table = table.rename(columns=lambda name: name.removeprefix("tried_"))
     return table.astype({"entropy": float, "stays": float, "depth": int})
 

@@ -45,7 +45,7 @@ def legend() -> str:
     return f'<div class="sd sd-legend">{keys}</div>'
 
 
-def text(trace: Trace, decode: Decode, prompt: str = "", *, join: Join | None = None) -> str:
+def text(trace: Trace, decode: Decode, *, join: Join | None = None) -> str:
     """The emitted tokens as chips, one for each of trace.tokens, those of a step in one group (data-step: its index).
 
     Takes an unfinished trace too. Hovering over a chip shows its numbers and, at a step's end, the drafts that it
@@ -64,9 +64,8 @@ def text(trace: Trace, decode: Decode, prompt: str = "", *, join: Join | None = 
         if own.next_kind == "refused":
             chips.append(_chip("refused", "", card=_card(index, "refused", _lost(own, decode))))
         groups.append(f'<span class="sd-step" data-step="{index}">{"".join(chips)}</span>')
-    before = f'<div class="sd-prompt">{_safe(prompt)}</div>' if prompt else ""
     end = f'<span class="sd-end">{escape(trace.finish)}</span>' if trace.finish else '<span class="sd-caret"></span>'
-    return f'<div class="sd">{before}<div class="sd-flow">{"".join(groups)}{end}</div></div>'
+    return f'<div class="sd"><div class="sd-flow">{"".join(groups)}{end}</div></div>'
 
 
 def step(trace: Trace, index: int, decode: Decode) -> str:
@@ -189,7 +188,7 @@ def _headline(trace: Trace, index: int) -> str:
     then = "refused, so drawn anew" if step.next_kind == "refused" else f"then {step.next_kind}"
     said = f"drafted {len(step.drafted)}, accepted {kept}, {then}" if step.drafted else "nothing drafted, plain"
     said += f"; {step.candidates} candidates" if step.candidates > 1 and step.drafted else ""
-    said += "; q is 1, as no draft was drawn at random" if step.drafted and _chances(step) == ("p",) else ""
+    said += "; q is 1" if step.drafted and _chances(step) == ("p",) else ""
     if 0 < step.emitted <= kept:
         said += f"; {step.emitted} of {kept + 1} emitted, as the text ends there ({escape(trace.finish)})"
     return f"<p><b>Step {index + 1} of {len(trace.steps)}</b>: {said}</p>"

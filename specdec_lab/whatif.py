@@ -5,13 +5,11 @@ is taken to begin where the run's own steps began: exact at the run's own settin
 text, and an estimate elsewhere. It knows chains and rules that judge token by token; no trees, no whole drafts.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec_lab import theory
 from specdec_lab.acceptance import RULES
 from specdec_lab.errors import SettingError, require, share
 from specdec_lab.metrics import draft_cost_ratio, totals
@@ -27,9 +25,10 @@ LONGEST = 32  # tokens that are asked about
 class WhatIf:
     """A chain's records, [steps, γ] each and NaN where a step drafted less, and what its steps cost.
 
-    held: bool [steps], where the draft had no more to offer than it drafted. c, overhead and plain_overhead: seconds of
-    a drafted token, of a step outside both models, and of that of the plain loop, in units of the plain loop's main
-    forward. greedy: whether the run was.
+    held: bool [steps], where the draft had no more to offer than it drafted. c, overhead and plain_overhead: mean
+    seconds of a drafted token, of a step outside both models, and of that of the plain loop, in units of the plain
+    loop's main forward; a draft that costs by the step (n-gram, parallel) is told too dear beyond the length it had
+    and too cheap before. greedy: whether the run was. lift: share of what a chance lacks to 1 that is added to it.
     """
 
     p: Floats
@@ -43,6 +42,7 @@ class WhatIf:
     overhead: float
     plain_overhead: float
     curve: VerifyCurve
+    lift: float = 0.0
 
     @classmethod
     def of(cls, trace: Trace, plain: Trace, curve: VerifyCurve, greedy: bool) -> "WhatIf":
@@ -90,9 +90,16 @@ class WhatIf:
             stays = self.overlap
         else:
             scale = threshold if rule == "lenience" else 1.0
-            with np.errstate(divide="ignore"):
-                stays = np.minimum(1.0, self.p / (scale * self.q))
-        return np.where(np.isnan(self.p), np.nan, stays)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                stays = np.where(self.p > 0, np.minimum(1.0, self.p / (scale * self.q)), 0.0)
+        return np.where(np.isnan(self.p), np.nan, stays + self.lift * (1 - stays))
+
+    def alpha(self, rule: str = "lossless", threshold: float = 1.0) -> float:
+        """Expected share of the tried tokens that stay."""
+        stays = self.chances(rule, threshold)
+        reach = np.cumprod(stays, 1)  # [steps, γ] chance that all up to here stay
+        tried = np.hstack([np.ones((len(stays), 1)), reach[:, :-1]])[~np.isnan(stays)].sum()
+        return float(np.nansum(reach) / tried) if tried else 0.0
 
     def kept(self, draft_length: int, rule: str = "lossless", threshold: float = 1.0) -> Floats:
         """Share of steps that keep 1, 2, … draft_length tokens or more: [draft_length].
@@ -102,10 +109,7 @@ class WhatIf:
         """
         require("draft_length", draft_length, 1 <= draft_length <= LONGEST, f"an integer 1 … {LONGEST}")
         stays = self.chances(rule, threshold)
-        reach = np.cumprod(stays, 1)  # [steps, γ] chance that all up to here stay
-        tried = np.hstack([np.ones((len(stays), 1)), reach[:, :-1]])[~np.isnan(stays)].sum()
-        usual = np.nansum(reach) / tried if tried else 0.0  # the pooled α
-        behind = np.where(self.held, 0.0, usual)[:, None]
+        behind = np.where(self.held, 0.0, self.alpha(rule, threshold))[:, None]
         filled = np.repeat(behind, max(draft_length, stays.shape[1]), 1)
         filled[:, : stays.shape[1]] = np.where(np.isnan(stays), behind, stays)
         return np.cumprod(filled, 1).mean(0)[:draft_length]
@@ -122,11 +126,6 @@ class WhatIf:
         """Expected tokens of a step over its cost."""
         return float(1 + self.kept(draft_length, rule, threshold).sum()) / self.cost(draft_length)
 
-    def by_length(self, rule: str = "lossless", threshold: float = 1.0, most: int = 16) -> Floats:
-        """`speedup` at 1 … most tokens: [most]."""
-        tokens = 1 + np.cumsum(self.kept(most, rule, threshold))
-        return tokens / [self.cost(n) for n in range(1, most + 1)]
-
     def foreign(self, draft_length: int, rule: str, threshold: float) -> float:
         """Share of the tokens of a step, its last one included, that are kept and not the main model's first choice.
 
@@ -137,30 +136,31 @@ class WhatIf:
         other = np.nan_to_num(self.overlap[:, :draft_length], nan=1.0) < 1 if self.greedy else np.zeros_like(reach)
         return float((reach * other).sum() / (reach.sum() + len(reach)))
 
+    def levers(self, draft_length: int, rule: str = "lossless", threshold: float = 1.0) -> list["Lever"]:
+        """What would help most, best first: another length, or half of what a better draft, step or forward lacks."""
+
+        def lever(name: str, change: str, known: "WhatIf") -> Lever:
+            return Lever(name, change, known.speedup(draft_length, rule, threshold))
+
+        alpha, k = self.alpha(rule, threshold), draft_length + 1
+        flat = replace(self.curve, ratio=tuple(1 + (r - 1) / 2 for r in self.curve.ratio))
+        found = [
+            lever("better draft", f"α {alpha:.2f} → {(1 + alpha) / 2:.2f}", replace(self, lift=0.5)),
+            lever("cheaper draft", f"c {self.c:.3f} → {self.c / 2:.3f}", replace(self, c=self.c / 2)),
+            lever("flatter verification", f"T({k}) {self.curve(k):.2f} → {flat(k):.2f}", replace(self, curve=flat)),
+        ]
+        known = {0: 1.0} | {n: self.speedup(n, rule, threshold) for n in range(1, LONGEST + 1)}
+        best = max(known, key=known.__getitem__)
+        if best != draft_length:
+            name = "no draft" if not best else "longer draft" if best > draft_length else "shorter draft"
+            found.append(Lever(name, f"γ {draft_length} → {best}", known[best]))
+        return sorted(found, key=lambda each: -each.speedup)
+
 
 @dataclass(frozen=True)
 class Lever:
-    """Something that could change, and the speed-up that theory expects then."""
+    """Something that could change, and the speed-up that is expected then."""
 
     name: str
     change: str
     speedup: float
-
-
-def levers(alpha: float, draft_length: int, c: float, curve: VerifyCurve) -> list[Lever]:
-    """What would help most, best first: another length, or half of what a better draft, step or forward lacks."""
-    best = theory.best_draft_length(alpha, c, curve)
-    way = "no" if not best else "longer" if best > draft_length else "shorter"
-    flat = VerifyCurve(curve.ks, tuple(1 + (r - 1) / 2 for r in curve.ratio), curve.seconds)
-
-    def found() -> Iterator[Lever]:
-        if best != draft_length:
-            yield Lever(f"{way} draft", f"γ {draft_length} → {best}", theory.speedup(alpha, best, c, curve))
-        better = (1 + alpha) / 2
-        yield Lever("better draft", f"α {alpha:.2f} → {better:.2f}", theory.speedup(better, draft_length, c, curve))
-        yield Lever("cheaper draft", f"c {c:.3f} → {c / 2:.3f}", theory.speedup(alpha, draft_length, c / 2, curve))
-        was, now = curve(draft_length + 1), flat(draft_length + 1)
-        change = f"T({draft_length + 1}) {was:.2f} → {now:.2f}"
-        yield Lever("flatter verification", change, theory.speedup(alpha, draft_length, c, flat))
-
-    return sorted(found(), key=lambda lever: -lever.speedup)

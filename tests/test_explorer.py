@@ -14,7 +14,7 @@ import pytest
 from test_session import CURVE, PROMPT, curves, generated, last
 
 from specdec_lab import explorer as module
-from specdec_lab import panels
+from specdec_lab import panels, session
 from specdec_lab.acceptance import RULES
 from specdec_lab.errors import ModelError, SettingError, UnknownNameError
 from specdec_lab.explorer import KEPT, OWN, PROMPTS, TASKS, Explorer, Worker
@@ -65,14 +65,16 @@ def steered() -> Steered:
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
     """What explorers were told at the end of their runs."""
-    told, finished = queue.Queue[str](), Explorer._finished
+    ended, told = queue.Queue[str](), Explorer._told
 
-    def watched(self: Explorer, said: str) -> None:
-        finished(self, said)
-        told.put(said)
+    def watched(self: Explorer, busy: bool, said: str) -> None:
+        told(self, busy, said)
+        assert self.stop_button.disabled is not busy
+        if not busy:
+            ended.put(said)
 
-    monkeypatch.setattr(Explorer, "_finished", watched)
-    return told
+    monkeypatch.setattr(Explorer, "_told", watched)
+    return ended
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,8 @@ class Watched:
     def __init__(self, session: Session) -> None:
         self.shown: queue.Queue[Any] = queue.Queue()
         self.done: queue.Queue[str] = queue.Queue()
-        self.worker = Worker(session, self.shown.put, self.done.put)
+        self.begun: queue.Queue[str] = queue.Queue()
+        self.worker = Worker(session, self.shown.put, lambda busy, said: (self.begun if busy else self.done).put(said))
 
     def end(self) -> str:
         return self.done.get(timeout=SOON)
@@ -112,6 +115,7 @@ class Watched:
 def test_the_latest_run_wins(steered: Steered) -> None:
     watched = Watched(steered)
     watched.worker.run(Setting("a"))
+    assert watched.begun.get_nowait() == ""
     first = steered.next()
     watched.worker.run(Setting("b"))
     watched.worker.run(Setting("c"))
@@ -147,9 +151,11 @@ def test_stopping_shows_what_there_is_of_the_text(
 
 def test_a_run_stopped_before_it_began_does_not_begin(steered: Steered) -> None:
     watched = Watched(steered)
-    with watched.worker._changed:  # the thread cannot take it yet
-        watched.worker.run(Setting("a"))
-        watched.worker.stop()
+    watched.worker.run(Setting("a"))
+    first = steered.next()
+    watched.worker.run(Setting("b"))
+    watched.worker.stop()
+    first.tell(Progress("late"))
     assert watched.end() == ""
     assert not watched.worker.busy
     assert steered.begun.empty()
@@ -174,7 +180,7 @@ def test_an_error_of_the_page_does_not_end_it_either(steered: Steered) -> None:
         raise ZeroDivisionError("of the page")
 
     done = queue.Queue[str]()
-    worker = Worker(steered, fails, done.put)
+    worker = Worker(steered, fails, lambda busy, said: None if busy else done.put(said))
     for _ in range(2):
         worker.run(Setting("a"))
         run = steered.next()
@@ -422,15 +428,17 @@ def test_the_history_keeps_the_last_runs(steered: Steered, outcome: Outcome) -> 
         kept = [each.setting.draft_length for each in page.outcomes]
         assert kept == list(range(max(1, length - KEPT + 1), length + 1))
         assert all(each.curve for each in page.outcomes)
-        for menu in (page.first, page.second):
+        first, second = page._menus.values()
+        for menu in (first, second):
             assert [panels.describe(each.setting) in label for each, (label, _) in
                     zip(page.outcomes, menu.options, strict=True)] == [True] * len(kept)  # fmt: skip
-        assert (page.first.value, page.second.value) == (max(1, len(kept) - 1), len(kept))
+        assert [first.value, second.value] == [page.outcomes[-min(2, len(kept))], page.outcomes[-1]]
         assert (page.sides.value == "") == (length == 1)
-    page.first.value = 1
-    assert page.sides.value == panels.comparison(page.outcomes[0], page.outcomes[-1])
-    page._show(replace(page.outcomes[-1], curve=None))
-    assert page.first.value == 1, "what was chosen stays while nothing new comes"
+    chosen = first.value = page.outcomes[3]
+    assert page.sides.value == panels.comparison(chosen, page.outcomes[-1])
+    page._show(replace(outcome, made=replace(outcome.made)))
+    assert [first.value, second.value] == [chosen, page.outcomes[-1]], "what was chosen stays, the other is the latest"
+    assert page.sides.value == panels.comparison(chosen, page.outcomes[-1])
     assert page.runs.value == panels.history(page.outcomes)
     assert page.saved.value == panels.download(page.outcomes)
 
@@ -438,19 +446,42 @@ def test_the_history_keeps_the_last_runs(steered: Steered, outcome: Outcome) -> 
 def test_the_command_of_a_run(
     steered: Steered, outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "from_root", lambda path: tmp_path / path)
+    for place in (module, session):
+        monkeypatch.setattr(place, "from_root", lambda path: tmp_path / path)
     page = Explorer(steered)
     page.command_button.click()
     assert page.command.value == ""
     page._show(outcome)
     page.command_button.click()
-    assert "papermill notebooks/02_experiment.ipynb" in page.command.value
+    assert f"papermill {tmp_path}/notebooks/02_experiment.ipynb" in page.command.value
     (file,) = (tmp_path / "build" / "explorer").iterdir()
     assert json.loads(file.read_text())["prompt"] == PROMPT
     page._show(replace(outcome, made=replace(outcome.made), setting=outcome.setting.plain))
     assert page.command.value == ""
     page.command_button.click()
     assert "the plain loop runs beside every one of them" in page.command.value
+
+
+def test_numbers_of_another_run_are_greyed(steered: Steered, outcome: Outcome) -> None:
+    """While a text grows, and after it was stopped, what stands below is that of the run before."""
+    page = Explorer(steered)
+    parts = (page.numbers, page.tabs)
+    page._show(outcome)
+    assert not any("sl-stale" in part._dom_classes for part in parts)
+    page._show(Progress("measuring", outcome.made))
+    assert not any("sl-stale" in part._dom_classes for part in parts)
+    page._show(Progress("decoding", replace(outcome.made)))
+    assert all("sl-stale" in part._dom_classes for part in parts)
+    page._show(replace(outcome, made=replace(outcome.made)))
+    assert not any("sl-stale" in part._dom_classes for part in parts)
+
+
+def test_a_closed_page_lets_go_of_its_widgets(steered: Steered) -> None:
+    before = len(widgets.Widget._instances) if hasattr(widgets.Widget, "_instances") else len(widgets.widget._instances)
+    page = Explorer(steered)
+    page.close()
+    after = len(widgets.Widget._instances) if hasattr(widgets.Widget, "_instances") else len(widgets.widget._instances)
+    assert after - before < 30, "only layouts and styles are left"
 
 
 def test_explore_displays_the_page_and_runs(monkeypatch: pytest.MonkeyPatch, steered: Steered) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from conftest import random_llama
 
-from specdec_lab import theory
 from specdec_lab.acceptance import Acceptance
 from specdec_lab.decoding import Decoder
 from specdec_lab.drafting import Drafter, DraftModel, NGram
@@ -16,7 +15,7 @@ from specdec_lab.errors import SettingError
 from specdec_lab.models.llama import LlamaModel
 from specdec_lab.theory import VerifyCurve
 from specdec_lab.trace import Trace
-from specdec_lab.whatif import LONGEST, WhatIf, levers
+from specdec_lab.whatif import LONGEST, WhatIf
 
 CURVE = VerifyCurve((1, 3, 9), (1.0, 1.2, 2.4), (1.0, 1.2, 2.4))
 PROMPTS = [[a, b, (a * b) % 8, b, a] for a in range(8) for b in range(4)]
@@ -110,7 +109,7 @@ def test_a_threshold_keeps_what_was_foretold(rule: str, main: LlamaModel, draft:
 
 def test_the_strictest_threshold_is_lossless_when_greedy(greedy: WhatIf) -> None:
     assert np.array_equal(greedy.chances("threshold", 1.0), greedy.chances())
-    assert np.array_equal(greedy.by_length("threshold", 1.0), greedy.by_length())
+    assert greedy.speedup(3, "threshold", 1.0) == greedy.speedup(3)
 
 
 def test_fewer_stay_further_on_and_under_stricter_rules(greedy: WhatIf) -> None:
@@ -131,9 +130,9 @@ def test_beyond_what_was_drafted_alpha_goes_on(greedy: WhatIf, main: LlamaModel,
 
 
 def test_speedups_by_length(greedy: WhatIf) -> None:
-    got = greedy.by_length("threshold", 0.3, most=9)
-    assert got == pytest.approx([greedy.speedup(n, "threshold", 0.3) for n in range(1, 10)])
-    assert len(set(got.round(9))) == 9
+    for length in range(1, 10):
+        tokens = 1 + greedy.kept(length, "threshold", 0.3).sum()
+        assert greedy.speedup(length, "threshold", 0.3) == pytest.approx(tokens / greedy.cost(length))
     dear = replace(greedy, c=greedy.c + 1)
     assert dear.cost(3) - greedy.cost(3) == pytest.approx(3 / (1 + greedy.plain_overhead))
 
@@ -181,27 +180,35 @@ def test_questions_out_of_range_are_refused(
     assert error.value.field == field
 
 
-@pytest.mark.parametrize(("alpha", "length", "c"), [(0.8, 4, 0.05), (0.8, 8, 0.3), (0.3, 4, 2.0), (0.95, 2, 0.02)])
-def test_levers_are_what_theory_says_best_first(alpha: float, length: int, c: float) -> None:
-    found = levers(alpha, length, c, CURVE)
+@pytest.mark.parametrize(("length", "c"), [(4, 0.05), (1, 0.01), (4, 3.0)])
+def test_levers_change_one_thing_each_best_first(length: int, c: float, greedy: WhatIf) -> None:
+    known = replace(greedy, c=c)
+    found = known.levers(length, "threshold", 0.3)
     assert [lever.speedup for lever in found] == sorted((lever.speedup for lever in found), reverse=True)
-    best = theory.best_draft_length(alpha, c, CURVE)
+    speedups = [1.0, *(known.speedup(n, "threshold", 0.3) for n in range(1, LONGEST + 1))]
+    best = int(np.argmax(speedups))
     flat = VerifyCurve(CURVE.ks, (1.0, 1.1, 1.7), CURVE.seconds)
     way = "no draft" if best == 0 else "longer draft" if best > length else "shorter draft"
+    stays = known.chances("threshold", 0.3)
+    better = replace(known, lift=0.5)
+    assert better.chances("threshold", 0.3) == pytest.approx((1 + stays) / 2)
     expected = {
-        way: theory.speedup(alpha, best, c, CURVE),
-        "better draft": theory.speedup((1 + alpha) / 2, length, c, CURVE),
-        "cheaper draft": theory.speedup(alpha, length, c / 2, CURVE),
-        "flatter verification": theory.speedup(alpha, length, c, flat),
+        way: speedups[best],
+        "better draft": better.speedup(length, "threshold", 0.3),
+        "cheaper draft": replace(known, c=c / 2).speedup(length, "threshold", 0.3),
+        "flatter verification": replace(known, curve=flat).speedup(length, "threshold", 0.3),
     }
     assert {lever.name: lever.speedup for lever in found} == pytest.approx(expected)
     changes = {lever.name: lever.change for lever in found}
     assert changes[way] == f"γ {length} → {best}"
     assert changes["cheaper draft"] == f"c {c:.3f} → {c / 2:.3f}"
-    assert (way == "no draft") == (c == 2.0)
+    assert (way == "no draft") == (c == 3.0)
+    assert len(known.levers(best or 1)) >= 3
 
 
-def test_the_best_length_is_no_lever() -> None:
-    best = theory.best_draft_length(0.8, 0.05, CURVE)
-    assert not any("γ" in lever.change for lever in levers(0.8, best, 0.05, CURVE))
-    assert len(levers(0.8, best, 0.05, CURVE)) == 3
+def test_what_is_impossible_never_stays(greedy: WhatIf) -> None:
+    """Lenience at threshold 0 keeps what the main model may say, and nothing else."""
+    none = replace(greedy, greedy=False, p=np.zeros_like(greedy.p))
+    assert none.chances("lenience", 0.0).max() == none.chances("threshold", 0.0).max() == 0
+    assert replace(greedy, greedy=False).chances("lenience", 0.0).min() == 1
+    assert none.speedup(4, "lenience", 0.0) == pytest.approx(1 / none.cost(4))
