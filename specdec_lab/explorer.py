@@ -413,8 +413,9 @@ def _allowed(control: Any) -> str:
 
 
 def _close(widget: Any) -> None:
-    for child in getattr(widget, "children", ()):
-        _close(child)
+    parts = (*getattr(widget, "children", ()), getattr(widget, "style", None), getattr(widget, "layout", None))
+    for part in filter(None, parts):
+        _close(part)
     widget.close()
 
 

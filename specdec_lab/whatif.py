@@ -63,7 +63,7 @@ class WhatIf:
         ours, theirs = totals([trace]), totals([plain])
         forward = theirs.verify_s / theirs.steps
         return cls(
-            **padded,
+            *padded.values(),
             held=np.array([len(step.drafted) < step.planned for step in steps]),
             greedy=greedy,
             c=draft_cost_ratio(ours, theirs) or 0.0,

@@ -125,7 +125,7 @@ def test_style_and_what_there_is_not() -> None:
         ({"candidate_count": 4, "draft_length": 6}, "1:4, γ 6, K 4"),
         ({"candidate_count": 4, "draft": "ngram"}, "ngram, γ 4"),
         ({"acceptance_rule": "threshold", "acceptance_threshold": 0.25}, "1:4, γ 4, threshold 0.25"),
-        ({"acceptance_rule": "sequence"}, "1:4, sequence"),
+        ({"acceptance_rule": "sequence"}, "1:4, sequence, seed 0"),
         ({"temperature": 0.5, "seed": 3, "draft": "/a/b/my-draft"}, "my-draft, γ 4, T 0.5, seed 3"),
     ],
 )
@@ -235,7 +235,9 @@ def points(html: str) -> dict[str, np.ndarray]:
 def test_a_chart_draws_what_it_is_given(high: float) -> None:
     lengths = list(range(1, 17))
     a, b = np.linspace(1, high, 16), np.linspace(1.2, 0.1, 16)
-    got = points(panels.chart([("one", "sl-a", lengths, a), ("two", "sl-b", lengths, b)], "length", mark=5))
+    got = points(
+        panels.chart([("one", "sl-a", lengths, a.tolist()), ("two", "sl-b", lengths, b.tolist())], "length", mark=5)
+    )
     for name, ys in (("sl-line sl-a", a), ("sl-line sl-b", b)):
         assert got[name][:, 0] == pytest.approx(lengths, abs=0.01)
         assert got[name][:, 1] == pytest.approx(ys, abs=high / 500)

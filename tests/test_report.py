@@ -86,7 +86,7 @@ def tokens(task: str, spread: dict[float, int], stays: dict[float, float], promp
         entropies = [entropy for entropy, count in spread.items() for _ in range(count)]
         fates = [index < round(stays[entropy] * count) for entropy, count in spread.items() for index in range(count)]
         line = {"task": task, "draft": "1:4", "draft_length": 2, "prompt_id": f"{task}-{prompt}", "main": "m"}
-        line |= {"acceptance_rule": "lossless", "tried_entropy": entropies, "tried_stays": fates}
+        line |= {"acceptance_rule": "lossless", "candidate_count": 1, "tried_entropy": entropies, "tried_stays": fates}
         out.append({**line, "tried_depth": [1 + index % 2 for index in range(len(entropies))]})
     return pd.DataFrame(out)
 

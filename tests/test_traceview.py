@@ -370,7 +370,7 @@ def test_every_class_has_a_style(traces: dict[str, list[Trace]]) -> None:
     assert css.endswith("</style>")
     html = traceview.legend()
     for made in every(traces):
-        html += traceview.text(made, decode, "p")
+        html += traceview.text(made, decode)
         html += "".join(traceview.step(made, index, decode) for index in range(len(made.steps)))
     used = {name for names in re.findall(r'class="([^"]*)"', html) for name in names.split()}
     assert {name for name in used if not re.search(rf"\.{name}\b(?!-)", css)} == set()
