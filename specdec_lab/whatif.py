@@ -55,15 +55,18 @@ class WhatIf:
         whole = any(step.next_kind == "refused" for step in trace.steps)
         require("trace", "refused drafts", not whole, f"rules that judge token by token: {', '.join(BY_TOKEN)}")
         width = max(len(step.drafted) for step in steps)
-        names = ("p", "q", "largest_p", "entropy", "overlap")
-        padded = {
-            name: np.array([[*getattr(step, name), *[np.nan] * (width - len(step.drafted))] for step in steps])
-            for name in names
-        }
+
+        def padded(name: str) -> Floats:
+            return np.array([[*getattr(step, name), *[np.nan] * (width - len(step.drafted))] for step in steps])
+
         ours, theirs = totals([trace]), totals([plain])
         forward = theirs.verify_s / theirs.steps
         return cls(
-            *padded.values(),
+            p=padded("p"),
+            q=padded("q"),
+            largest_p=padded("largest_p"),
+            entropy=padded("entropy"),
+            overlap=padded("overlap"),
             held=np.array([len(step.drafted) < step.planned for step in steps]),
             greedy=greedy,
             c=draft_cost_ratio(ours, theirs) or 0.0,
