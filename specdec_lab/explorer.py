@@ -18,7 +18,7 @@ from specdec_lab.acceptance import RULES
 from specdec_lab.control import MAX_CANDIDATES
 from specdec_lab.errors import SpecdecError, UnknownNameError, require
 from specdec_lab.models.zoo import BUNDLED
-from specdec_lab.notebooks import from_root
+from specdec_lab.places import from_root
 from specdec_lab.session import Outcome, Progress, Session, Setting, repeat
 from specdec_lab.tasks import load_prompts
 from specdec_lab.whatif import BY_TOKEN, LONGEST

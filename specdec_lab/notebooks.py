@@ -12,23 +12,10 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 
 from specdec_lab.errors import DataError, SpecdecError, UnknownNameError
+from specdec_lab.places import from_root, project_root
 
+__all__ = ["OwnKernel", "find_notebook", "from_root", "notebooks", "parameters_of", "project_root", "run_notebook"]
 TAG = "parameters"
-
-
-def project_root() -> Path:
-    """The folder that holds notebooks/: the package's own, or else the nearest around the working directory.
-
-    Outside of a project, as after a plain `pip install`, it is the working directory.
-    """
-    here = Path.cwd()
-    around = [Path(__file__).resolve().parents[1], here, *here.parents]
-    return next((folder for folder in around if (folder / "notebooks").is_dir()), here)
-
-
-def from_root(path: str | Path) -> Path:
-    """A path, relative ones taken from the project's root wherever the notebook runs."""
-    return project_root() / Path(path).expanduser()
 
 
 def notebooks(folder: Path | None = None) -> dict[str, Path]:

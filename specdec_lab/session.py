@@ -23,7 +23,7 @@ from specdec_lab.errors import SettingError, require, require_writable, whole
 from specdec_lab.experiment import DRAWS_NOTHING, FLAT, Arm
 from specdec_lab.metrics import METRICS, first_difference, summarise
 from specdec_lab.models import zoo
-from specdec_lab.notebooks import from_root
+from specdec_lab.places import from_root
 from specdec_lab.statistics import HOLDS_BACK
 from specdec_lab.theory import VerifyCurve, measure_verify_curve
 from specdec_lab.trace import Trace
