@@ -227,6 +227,7 @@ def points(html: str) -> dict[str, np.ndarray]:
     for line in [*svg.iter("polyline"), *svg.iter("line")]:
         ends = [[line.get(f"{axis}{i}") for axis in "xy"] for i in (1, 2)]
         raw = [pair.split(",") for pair in (line.get("points") or "").split()] or ends
+        assert all(0 <= float(x) <= 310 and 0 <= float(y) <= 190 for x, y in raw), "within the view box"
         found[line.get("class") or ""] = np.array(raw, float) * [ax, ay] + [bx, by]
     return found
 

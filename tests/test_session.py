@@ -463,6 +463,7 @@ def test_the_command_names_every_setting(
     assert {name: given[name] for name in machine} == {"device": "cpu", "dtype": "float32", "threads": 1}
     assert given["main"] == tiny_folder
     assert (given["acceptance_rule"], given["acceptance_threshold"], given["candidate_count"]) == ("typical", 0.09, 1)
+    assert parsed(repeat(replace(near, main="7"), tmp_path), monkeypatch)["parameters"]["main"] == "7", "a name"
     with pytest.raises(SettingError, match="the plain loop runs beside every one of them"):
         repeat(replace(tiny, draft="none"), tmp_path)
 
