@@ -401,24 +401,21 @@ def test_errors_become_notes_and_the_next_run_works(
     assert len(page.outcomes) == 1
 
 
-def test_live_mode_runs_on_every_change(steered: Steered, ends: queue.Queue[str]) -> None:
+def test_live_mode_runs_on_every_change(steered: Steered, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Explorer(steered)
+    asked: list[Setting] = []
+    monkeypatch.setattr(page._worker, "run", asked.append)
     page.controls["draft_length"].value = 5
-    assert steered.begun.empty()
+    assert asked == []
     page.live.value = True
-    runs = [steered.next()]
-    for name, value in (("draft_length", 6), ("task", "code"), ("acceptance_rule", "threshold")):
-        runs[-1].tell(None)
-        ends.get(timeout=SOON)
+    assert asked.pop() == page.setting
+    for name, value in (("draft_length", 6), ("task", "code"), ("acceptance_rule", "threshold"), ("prompt", "Own.")):
         page.controls[name].value = value
-        runs.append(steered.next())
-        assert getattr(runs[-1].setting, name) == value
-    runs[-1].tell(None)
-    ends.get(timeout=SOON)
-    assert steered.begun.empty(), "a change that brings others with it is one run"
+        assert asked == [page.setting], "a change that brings others with it is one run"
+        assert getattr(asked.pop(), name) == value
     page.live.value = False
     page.controls["draft_length"].value = 7
-    assert steered.begun.empty()
+    assert asked == []
 
 
 def test_the_history_keeps_the_last_runs(steered: Steered, outcome: Outcome) -> None:
