@@ -39,7 +39,7 @@ class Limits:
     """cpu_seconds decides for a program that computes, so that a busy machine changes no score; wall_seconds, from
     the program's start, for one that waits; memory: address space in MiB."""
 
-    cpu_seconds: int = 3
+    cpu_seconds: int = 10
     wall_seconds: float = 60.0
     memory: int = 512
 
