@@ -17,16 +17,16 @@ from specdec_lab import panels, traceview
 from specdec_lab.acceptance import RULES
 from specdec_lab.control import MAX_CANDIDATES
 from specdec_lab.errors import SpecdecError, UnknownNameError, require
-from specdec_lab.models.zoo import BUNDLED
+from specdec_lab.models.zoo import BUNDLED, RATIOS
 from specdec_lab.places import from_root
 from specdec_lab.session import Outcome, Progress, Session, Setting, repeat
+from specdec_lab.tables import TASKS
 from specdec_lab.tasks import load_prompts
 from specdec_lab.whatif import BY_TOKEN, LONGEST
 
-TASKS = ("json", "code", "prose")
 OWN = "own"
 DRAFTS = {
-    **{f"{ratio} of the main model": ratio for ratio in ("1:2", "1:3", "1:4")},
+    **{f"{ratio} of the main model": ratio for ratio in RATIOS},
     **{"feature: reads hidden states": "feature", "n-gram: looks up the text": "ngram"},
     **{"n-gram, then feature": "ngram+feature", "none: plain decoding": "none", "own model": OWN},
 }
@@ -308,14 +308,12 @@ class Explorer:
         self.runs.value, self.saved.value = panels.history(self.outcomes), panels.download(self.outcomes)
         self._filling = True
         try:
+            labels = [f"{i}: {panels.describe(each.setting)}" for i, each in enumerate(self.outcomes, 1)]
             for (name, menu), place in zip(self._menus.items(), (-2, -1), strict=True):
-                kept = next(
-                    (i for i, each in enumerate(self.outcomes) if each.made is getattr(menu.value, "made", 0)), None
-                )
-                labels = [f"{i}: {panels.describe(each.setting)}" for i, each in enumerate(self.outcomes, 1)]
+                made = menu.value.made if name in self._picked and menu.value else None
+                kept = [each for each in self.outcomes if each.made is made]
                 menu.options = list(zip(labels, self.outcomes, strict=True))
-                at = kept if name in self._picked and kept is not None else max(place, -len(self.outcomes))
-                menu.value = self.outcomes[at]
+                menu.value = kept[0] if kept else self.outcomes[max(place, -len(self.outcomes))]
         finally:
             self._filling = False
         self._show_sides()

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from specdec_lab import traceview
-from specdec_lab.metrics import acceptance_by_position, position_counts, totals
+from specdec_lab.metrics import acceptance_by_position, position_counts, throughput, totals
 from specdec_lab.session import Outcome, Progress, Setting, table
 from specdec_lab.tables import short
 from specdec_lab.whatif import WhatIf
@@ -79,7 +79,7 @@ def headline(outcome: Outcome) -> str:
         verdict = "this is the plain loop"
     else:
         verdict = "faster than plain decoding" if speedup > 1 else "slower than plain decoding"
-    plain = number(totals([outcome.plain.trace]).emitted / totals([outcome.plain.trace]).decode_s, "{:.1f}")
+    plain = number(throughput(totals([outcome.plain.trace])), "{:.1f}")
     tiles = [_tile("speed-up", number(speedup, "{:.2f}×"), verdict, "sl-big")]
     tiles.append(_tile("tokens/s", number(found["throughput"], "{:.1f}"), f"plain: {plain}"))
     for name in ("tokens_per_main_forward", "acceptance_probability", "draft_acceptance_rate"):

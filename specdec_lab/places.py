@@ -1,4 +1,4 @@
-"""Where the project lies. Imports nothing, as what a page shows first waits for it."""
+"""Where the project lies. Imports nothing of the project, as what a page shows first waits for it."""
 
 from pathlib import Path
 

@@ -22,9 +22,10 @@ from specdec_lab.claims import (
     Example,
     ceilings,
 )
+from specdec_lab.models.zoo import RATIOS
 from specdec_lab.page import Picture, Piece
 from specdec_lab.readings import with_interval
-from specdec_lab.results import RATIOS, Results
+from specdec_lab.results import Results
 from specdec_lab.tables import title
 from specdec_lab.theory import VerifyCurve
 

@@ -16,11 +16,11 @@ import pandas as pd
 from specdec_lab import experiment
 from specdec_lab.claims import CLAIMS
 from specdec_lab.errors import DataError
-from specdec_lab.notebooks import project_root
+from specdec_lab.models.zoo import RATIOS
+from specdec_lab.places import project_root
 from specdec_lab.statistics import ARM, SETTINGS, summary
 from specdec_lab.tuning import standings
 
-RATIOS = ("1:2", "1:3", "1:4")
 FOLDERS = {"sweep": "data/results/ratio_sweep", "grid": "data/results/threshold_grid"}
 BENCH = [
     "task",

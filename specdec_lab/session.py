@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -172,7 +173,7 @@ class Outcome(Readable):
             return f"theory here is of rules that judge token by token, and {self.setting.acceptance_rule} does not"
         return ""
 
-    @property
+    @cached_property  # a slider asks for it again and again
     def whatif(self) -> WhatIf | None:
         """What other draft lengths and thresholds would do; None where `unexplained`, and without a curve."""
         if self.curve is None or self.unexplained:

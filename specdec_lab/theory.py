@@ -5,7 +5,7 @@ step and T(k) that of a main forward over k tokens, both in units of T(1).
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,12 +77,7 @@ def alpha_of(rate: float, draft_length: int) -> float:
     """The α at which this share of a chain's γ drafted tokens is accepted: expected_tokens = 1 + γ · rate."""
     require("rate", rate, 0 <= rate <= 1, "0 … 1")
     require("draft_length", draft_length, draft_length >= 1, "an integer >= 1")
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        less = expected_tokens(middle, draft_length) < 1 + draft_length * rate
-        low, high = (middle, high) if less else (low, middle)
-    return high
+    return _least(lambda alpha: expected_tokens(alpha, draft_length) >= 1 + draft_length * rate)
 
 
 def speedup(alpha: float, draft_length: int, c: float, curve: VerifyCurve | None = None) -> float:
@@ -96,10 +91,15 @@ def break_even(draft_length: int, c: float, curve: VerifyCurve | None = None) ->
     """The α above which drafting pays; None when even α = 1 does not."""
     if speedup(1.0, draft_length, c, curve) <= 1:
         return None
+    return _least(lambda alpha: speedup(alpha, draft_length, c, curve) >= 1)
+
+
+def _least(holds: Callable[[float], bool]) -> float:
+    """The least share from which on something holds, by bisection; it holds at 1."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if speedup(middle, draft_length, c, curve) < 1 else (low, middle)
+        low, high = (low, middle) if holds(middle) else (middle, high)
     return high
 
 
